@@ -56,23 +56,6 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call():
-    """Skip what the library refuses to do under this torch, where the error says which newer one it takes."""
-    from families import wants_newer_torch
-    from halfstep.errors import HalfstepError
-
-    try:
-        return (yield)
-    except HalfstepError as error:
-        if wants_newer_torch(error):
-            pytest.skip(str(error))
-        raise
-
-
-pytest_fixture_setup = pytest_pyfunc_call  # so too where a fixture makes what the test starts from
-
-
-@pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Thousands of tests stay to the end: no collection of garbage, now or later, need go through them."""
     gc.disable()

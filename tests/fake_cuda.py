@@ -7,15 +7,11 @@ from collections import defaultdict
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-_OLD = torch.__version__ < "2.10"
-_REASON = "torch 2.10 is the first that traces torch.mm(out_dtype=)"
-wants_mm_out_dtype = pytest.mark.skipif(_OLD, reason=_REASON)
 _CUDA, _META = 1, 14  # c10::DeviceType
 
 
@@ -46,8 +42,6 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.overloadpacket._qualified_op_name
-        if _OLD and name == "aten::mm" and func._overloadname == "dtype":
-            pytest.skip(_REASON)
         if name in ("aten::_local_scalar_dense", "aten::is_nonzero"):
             if args[0].is_cuda:
                 self._note(name)
@@ -116,7 +110,7 @@ def _in_order(root):
 
 @torch.no_grad()
 def _accumulate(parameter, grad):
-    grad = grad.sum_to_size(tuple(parameter.shape)).to(getattr(parameter, "grad_dtype", None) or grad.dtype)
+    grad = grad.sum_to_size(tuple(parameter.shape)).to(parameter.grad_dtype or grad.dtype)
     for hook in (parameter._backward_hooks or {}).values():
         changed = hook(grad)
         grad = grad if changed is None else changed

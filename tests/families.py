@@ -2,13 +2,9 @@
 
 import functools
 import inspect
-import re
 
 import pytest
 import torch
-from packaging.version import Version
-
-from halfstep.errors import HalfstepError
 
 
 _SHOWN = 400  # characters of what went wrong with a member
@@ -33,12 +29,6 @@ class MembersFail(AssertionError):
     def __init__(self, lines):
         super().__init__(f"{len(lines)} fail:\n" + "\n".join(lines))
         self.lines = lines
-
-
-def wants_newer_torch(error):
-    """Whether the library refuses something under this torch, and says which newer one does it."""
-    newer = re.search(r"torch (\d+\.\d+) or newer", str(error)) if isinstance(error, HalfstepError) else None
-    return newer is not None and Version(torch.__version__) < Version(newer[1])
 
 
 def slow_unless(fast, members):
@@ -102,7 +92,7 @@ def for_each(names, members, ids=str, fast=None):
 
         @functools.wraps(test)
         def loop(*args, tried=members, **kwargs):
-            lines, first, refusal = [], None, None
+            lines, first = [], None
             for member in tried:
                 start()
                 values = [member] if len(arguments) == 1 else member
@@ -112,15 +102,10 @@ def for_each(names, members, ids=str, fast=None):
                     lines += [f"{ids(member)}, {line}" for line in error.lines]
                     first = first or error.__cause__
                 except (Exception, pytest.fail.Exception) as error:
-                    if wants_newer_torch(error):
-                        refusal = error
-                        continue
                     lines.append(f"{ids(member)}: {type(error).__name__}: {str(error).strip()[:_SHOWN]}")
                     first = first or error
             if lines:
                 raise MembersFail(lines) from first
-            if refusal is not None:  # the others were tried, and the test is skipped
-                raise refusal
 
         rest = [parameter for name, parameter in signature.parameters.items() if name not in arguments]
         if fast is not None:

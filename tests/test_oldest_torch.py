@@ -16,8 +16,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "tests" / "oldest_torch.txt"
-GUARDED = {"torch.optim.Muon"}
-"""Names that the package asks for before it uses them."""
 
 
 def used():
@@ -31,7 +29,7 @@ def used():
                 found |= {name.name for name in node.names if name.name.split(".")[0] == "torch"}
             elif isinstance(node, ast.Attribute):
                 found |= {text for text in [ast.unparse(node)] if re.fullmatch(r"torch(\.\w+)+", text)}
-    return {name for name in found if not name.startswith("torch.ops.halfstep")} - GUARDED
+    return {name for name in found if not name.startswith("torch.ops.halfstep")}
 
 
 def has(name):

@@ -46,13 +46,6 @@ def fast_and_every(names, fast=FAST):
     ]
 
 
-def wants_grad_dtype(name):
-    """Skip, before torch 2.10, what compares gradients that leave 16 bits for float32 when they are clipped."""
-    own = recipe.get_recipe(name).grad_format if name in ALL else "fp32"
-    if own != "fp32" and not hasattr(torch.Tensor, "grad_dtype"):
-        pytest.skip(f"before torch 2.10 {own} gradients are clipped where they stand, and rounded")
-
-
 def mlp(seed=0):
     torch.default_generator.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))

@@ -50,7 +50,7 @@ def start(name, kind="adamw", value=None):
 
 def step(weight, optimizer, seed):
     grad = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
-    weight.grad = grad.to(getattr(weight, "grad_dtype", None) or weight.dtype)
+    weight.grad = grad.to(weight.grad_dtype or weight.dtype)
     optimizer.step()
 
 

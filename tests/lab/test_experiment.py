@@ -73,7 +73,7 @@ def test_every_optimizer_is_built_of_the_experiments_fields(name, kind, expected
     assert (matrices["lr"], vectors["weight_decay"]) == (0.5, 0.0)
 
 
-@pytest.mark.quick(*sorted({"adagrad", "muon", "nadam", "rmsprop"} & {*update_rules()}))  # torch 2.8 has no Muon
+@pytest.mark.quick("adagrad", "muon", "nadam", "rmsprop")
 @pytest.mark.parametrize("name", sorted(update_rules()))
 def test_every_optimizer_trains_and_resumes(name, given, tmp_path):
     experiment = Experiment(recipes=("fp32", "fp16-mixed"), optimizer=name, lr=0.03, **given)

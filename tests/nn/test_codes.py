@@ -10,8 +10,7 @@ from torch import nn
 
 import halfstep
 from halfstep import formats, ops
-from halfstep.errors import ModelError, OptimizerError
-from halfstep.nn.codes import check_grad_dtype
+from halfstep.errors import OptimizerError
 from halfstep.ops.code_tensor import round_gradient
 from halfstep.optim.rules import no_fused_update
 from halfstep.quant import Quantizer, Scales
@@ -316,7 +315,7 @@ def test_revert_leaves_the_values_and_nothing_else(name):
     assert dict(model.named_buffers()) == buffers
     model.zero_grad()
     F.mse_loss(model(batch()[0]), batch()[1]).backward()
-    dtypes = {(p.dtype, p.grad.dtype, getattr(p, "grad_dtype", p.dtype)) for p in model.parameters()}
+    dtypes = {(p.dtype, p.grad.dtype, p.grad_dtype) for p in model.parameters()}
     assert dtypes == {(torch.float32,) * 3}
     torch.optim.AdamW(model.parameters()).step()
 
@@ -373,12 +372,6 @@ def test_a_step_without_any_gradient_says_so(name):
     _, optimizer, _ = prepared(name)
     with pytest.raises(OptimizerError, match=r"no parameter of this optimizer has a gradient.*under FSDP2 call"):
         optimizer.step()
-
-
-def test_an_older_torch_is_named():
-    check_grad_dtype("e4m3fn")
-    with pytest.raises(ModelError, match=r"and this recipe in e4m3fn: use torch 2.10 or newer"):
-        check_grad_dtype("e4m3fn", object)
 
 
 def test_frozen_weights_are_codes_too_and_stay():

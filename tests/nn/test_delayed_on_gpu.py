@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from fake_cuda import Reads, backward, fake_cuda, wants_mm_out_dtype
+from fake_cuda import Reads, backward, fake_cuda
 from halfstep.kernels import operator, operators
 from halfstep.nn.scaling import Scalings
 from halfstep.ops import operand
@@ -89,7 +89,6 @@ def test_a_gpu_reads_an_operand_again_only_where_its_state_has_no_factor(monkeyp
         assert sum(amax._base is state and amax.storage_offset() == 1 for amax in raised) == 1
 
 
-@wants_mm_out_dtype
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_so_does_a_traced_graph():
     """Beside each operator that rounds by an operand's state and notes the amax there, one that asks for it unless that

@@ -152,7 +152,7 @@ def test_a_collectives_result_that_is_under_way_is_waited_for(trained):
     """As tensor parallelism hands over; it has no memory of its own, which a kernel would read."""
     x, weight = torch.randn(3, 8, requires_grad=trained), torch.randn(4, 8)
     spec, late = get_recipe("fp8-current").rules[-1].linear, AsyncCollectiveTensor(x)
-    with pytest.raises(ModelError, match=r"a AsyncCollectiveTensor of shape \(3, 8\) has no memory"):
+    with pytest.raises(ModelError, match=r"a AsyncCollectiveTensor of shape \(3, 8\) has no storage"):
         array(late)
     found = ops.linear(late, weight, None, spec)
     whole = x.detach().requires_grad_(trained)

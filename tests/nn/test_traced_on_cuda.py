@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fake_cuda import fake_cuda, wants_mm_out_dtype
+from fake_cuda import fake_cuda
 from halfstep import formats, get_quantizer
 from halfstep.quant.estimator import Clamp, Estimator
 from tiny import EVERY, model_for, prepared
@@ -14,7 +14,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.mark.slow
-@wants_mm_out_dtype
 @pytest.mark.parametrize("name", EVERY)
 def test_one_graph(name):
     graphs = []

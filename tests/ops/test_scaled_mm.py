@@ -240,14 +240,6 @@ def test_rows_by_cutlass_have_e4m3_on_their_right(monkeypatch):
         assert scaled_mm.run(*operands[::-1], None, torch.bfloat16) is not None
 
 
-def test_a_torch_without_such_products_is_the_reason(monkeypatch):
-    monkeypatch.delattr(torch.nn.functional, "scaled_mm", raising=False)
-    monkeypatch.setattr(scaled_mm, "capability", lambda device: (9, 0))
-    words = f"torch {torch.__version__} has no torch.nn.functional.scaled_mm; 2.10 and newer do"
-    assert scaled_mm.refusal(scaled(E4), CPU) == words
-    assert halfstep.is_native_available("fp8-current", return_reason=True) == (False, words)
-
-
 @wants_scaled_mm
 def test_is_native_available_says_why_not(monkeypatch):
     found = halfstep.is_native_available("fp8-current", "cpu", return_reason=True)

@@ -27,7 +27,6 @@ from tiny import (
     model_for,
     mostly_slow,
     prepared,
-    wants_grad_dtype,
 )
 
 
@@ -50,7 +49,7 @@ class Ours:
     def backward(self, seed, factor=1.0):
         self.scaler.scale(torch.zeros(()))  # torch makes its scale on first use; ours looks for dropped gradients
         for p, value in zip(self.parameters, values(seed, self.scaler.get_scale()), strict=True):
-            p.grad = (value * factor).to(getattr(p, "grad_dtype", None) or p.dtype)
+            p.grad = (value * factor).to(p.grad_dtype or p.dtype)
 
     def clip(self, max_norm):
         return self.scaler.clip_grad_norm_(self.optimizer, max_norm)
@@ -162,7 +161,6 @@ WAYS = [
 @pytest.mark.parametrize("kind", ["stock", "fused", "fp32", "fp16-master", "bf16-master", "bf16-megatron"])
 def test_every_order_of_calls_is_torchs(kind, way):
     """Three batches, the way tried on the second; gradients are exact in 16 bits, so only the calls are compared."""
-    wants_grad_dtype(kind)
     driver, start = ours(kind)
     theirs = reference(start)
     for seed, this in enumerate([clip_and_step, way, clip_and_step]):
@@ -195,7 +193,6 @@ def test_the_ways_differ():
 @pytest.mark.parametrize("zero", ["optimizer", "set_to_zero", "by_hand"])
 def test_a_batch_dropped_without_an_update_leaves_nothing_behind(kind, zero):
     """torch's scaler raises at the next unscale_. The next batch is as if there had been no other."""
-    wants_grad_dtype(kind)
     (driver, start), parameters = ours(kind), None
     theirs = reference(start)
     parameters = driver.parameters
@@ -309,7 +306,6 @@ RULES = {
 )
 def test_the_update_sees_the_number_that_it_would_have_divided_by(name, rule):
     """One float32 multiplication by 1 / float32(S / coefficient), in the gradients or in the update: bit for bit."""
-    wants_grad_dtype(name)
     ends = []
     for in_place in (True, False):
         model = model_for(name)

@@ -21,7 +21,7 @@ def weights_after(step, model, optimizer, scaler, steps=3):
         generator = torch.Generator().manual_seed(number)
         for parameter in model.parameters():
             grad = torch.randn(parameter.shape, generator=generator)
-            parameter.grad = grad.to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
+            parameter.grad = grad.to(parameter.grad_dtype or parameter.dtype)
         step()
         scaler.update(1.0)
         optimizer.zero_grad()

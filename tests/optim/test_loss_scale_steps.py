@@ -131,24 +131,6 @@ def test_fp16_gradients_of_torchs_optimizers_are_not_divided_in_place():
                 LossScaler().step(stock)
 
 
-def test_fp16_gradients_stay_where_torch_cannot_widen_them(monkeypatch):
-    """As before torch 2.10: unscaling is refused, with what to do; step() divides inside the update."""
-    monkeypatch.setattr("halfstep.optim.gradients.can_widen", lambda parameter: False)
-    model, optimizer, scaler = prepared("fp16-master")
-    backward(model, scaler)
-    words = r"flush small ones to zero \(0.weight and 5 more\).*torch 2.10.*'fp16-mixed'"
-    with pytest.raises(LossScaleError, match=words):
-        scaler.unscale_(optimizer)
-    with pytest.raises(LossScaleError, match=words):
-        scaler.clip_grad_norm_(optimizer, 1e-3)
-    scaler.step(optimizer)
-    scaler.update()
-    model, optimizer, scaler = prepared("bf16-master")
-    backward(model, scaler)
-    scaler.clip_grad_norm_(optimizer, 1e-3)
-    assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
 def test_calls_out_of_order_are_refused():
     model = mlp()
     optimizer, scaler = adamw(model), LossScaler()

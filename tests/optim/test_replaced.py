@@ -288,7 +288,7 @@ def test_an_optimizer_travels_and_steps_on(name, kind, copied_by):
         generator = torch.Generator().manual_seed(seed)
         for p in (q for group in optimizer.param_groups for q in group["params"]):
             grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-            p.grad = grad.to(getattr(p, "grad_dtype", None) or p.dtype)
+            p.grad = grad.to(p.grad_dtype or p.dtype)
         optimizer.step()
 
     steps(optimizer, 1)

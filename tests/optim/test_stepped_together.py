@@ -128,6 +128,6 @@ def test_a_gradient_without_memory_is_refused_and_nothing_moves():
         weight.grad = torch.zeros(3)
     optimizer.step()
     weights[0].grad, weights[1].grad = torch.ones(3), torch._efficientzerotensor(3)
-    with pytest.raises(ModelError, match=r"of shape \(3,\) has no memory"):
+    with pytest.raises(ModelError, match=r"of shape \(3,\) has no storage"):
         optimizer.step()
     assert_same(weights, [torch.ones(3)] * 2)

@@ -16,9 +16,6 @@ from tiny import SCALED, assert_same, batch, grads, mlp, prepared
 
 HALF = ["fp16-master", "fp16-pure", "bf16-master", "bf16-stochastic"]
 every_half = pytest.mark.parametrize("name", HALF)
-wants_grad_dtype = pytest.mark.skipif(
-    not hasattr(torch.Tensor, "grad_dtype"), reason="before torch 2.10 gradients stay in their parameter's dtype"
-)
 
 
 def loss_of(model, seed=1):
@@ -50,7 +47,6 @@ WAYS = {
 @pytest.mark.quick(
     "False-model, to zeros-bf16-stochastic", "False-by hand-bf16-master", "False-by hand-bf16-stochastic"
 )
-@wants_grad_dtype
 @every_half
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scaled", [True, False])
@@ -81,7 +77,6 @@ def test_a_clip_that_changes_nothing_leaves_gradients_where_they_are():
         assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
 
 
-@wants_grad_dtype
 def test_a_model_that_became_another_dtype_keeps_that_ones_gradients():
     model, optimizer, _ = clipped("bf16-master")
     model.zero_grad()

@@ -19,7 +19,7 @@ def quality(recipe, lr, start=None, seed=3, steps=1):
     model, optimizer, _ = halfstep.prepare(model, optimizer, recipe, generator=seed)
     optimizer.awaits_scaler = False  # the gradients are given
     for _ in range(steps):
-        dtype = getattr(model.weight, "grad_dtype", None) or model.weight.dtype
+        dtype = model.weight.grad_dtype or model.weight.dtype
         model.weight.grad = torch.randn(value.shape, generator=generator).to(dtype)
         with arrivals(optimizer, {model.weight: "weight"}) as found:
             optimizer.step()

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
-import pytest
 import torch
 import torch.nn.functional as F
 from ways import Stock, assert_like_fp32, prepare, sgd, start_of, under, values, way
@@ -239,8 +238,6 @@ def test_ranks_without_ddp(name):
 @way(core=FEW)
 def test_fsdp2(name):
     """FSDP2: `halfstep.apply(model, recipe)`, `fully_shard`, then `halfstep.optimize(model, optimizer)`."""
-    if torch.__version__ < "2.9":
-        pytest.skip("torch 2.8's FSDP2 sums gradients over gloo's ranks, a stock model's too, where it should average")
     compared(name, "fsdp")
 
 

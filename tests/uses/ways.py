@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import halfstep
-from families import wants_newer_torch
 from halfstep.recipe import get_recipe
 from tiny import EVERY, SMOOTH, batch, model_for
 
@@ -25,7 +24,6 @@ MUST |= {"fp32", "fp16-mixed-unscaled", "bf16-stochastic", "fp8-current", "fp8-d
 ROUNDED = 1e-5  # what rounds anything is farther than this from fp32; float32's own orders of summation are nearer
 NOWHERE = 0.9  # what does not move at all is 1 away
 WRONG = "**wrong**"
-OLD_TORCH = "refused by this torch alone"
 SLOW = (pytest.mark.slow,)
 OUTCOMES = Path(__file__).with_name("outcomes.json")
 
@@ -66,9 +64,7 @@ def way(
             recorded = json.loads(OUTCOMES.read_text()).get(title)
             assert recorded is not None, f"{title!r} is not in docs/using.md: run tests/uses/table.py --write"
             refused = outcomes(found, names)
-            tried = [name for name in names if refused.get(name) != OLD_TORCH]
-            expected = {name: recorded[name] for name in tried if name in recorded}
-            assert {name: refused[name] for name in tried if name in refused} == expected
+            assert refused == {name: recorded[name] for name in names if name in recorded}
 
         test.way = found  # type: ignore[attr-defined]
         test.__doc__ = run.__doc__
@@ -89,8 +85,8 @@ def outcomes(way: Way, names: Iterable[str]) -> dict[str, str]:
         try:
             way.run(name)
         except halfstep.HalfstepError as error:
-            refused[name] = OLD_TORCH if wants_newer_torch(error) else sentence(str(error))
-            if refused[name] != OLD_TORCH and name in MUST - way.may_refuse:
+            refused[name] = sentence(str(error))
+            if name in MUST - way.may_refuse:
                 wrong.append(f"{name} must work, and refuses: {error}")
                 first = first or error
         except StockFailsToo as error:

@@ -211,7 +211,7 @@ def _with_gradients(parameters: Sequence[Tensor], state: Reduction) -> list[Tens
     found = [parameter for parameter, somewhere in zip(parameters, everyone.amax(0).tolist(), strict=True) if somewhere]
     for parameter in found:
         if parameter.grad is None:
-            dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+            dtype = parameter.grad_dtype or parameter.dtype
             parameter.grad = torch.zeros_like(parameter, dtype=dtype)
     return found
 

@@ -3,7 +3,6 @@
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.constant import constant
@@ -154,8 +153,6 @@ def _results(whole: bool) -> tuple[torch.dtype, ...]:
 
 
 def _lacks_tensor_cores(device: torch.device) -> str | None:
-    if not hasattr(F, "scaled_mm"):
-        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm; 2.10 and newer do"
     if _found(device) == (0, 0):
         return f"no FP8 tensor cores on {device.type} here"
     if _found(device) < (8, 9):

@@ -17,7 +17,7 @@ from torch import Tensor
 from halfstep import formats
 from halfstep.kernels.operator import Operator
 from halfstep.quant import Quantizer
-from halfstep.quant.tile import ROW, TENSOR, Tile, block, pad, square
+from halfstep.quant.tile import ROW, TENSOR, Tile, block, square
 
 
 # ---- ways of scaling -------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def outer(scales: Tensor) -> Tensor:
 def padded(scales: Tensor) -> Tensor:
     """The scales of 128x128 tiles, (tiles down, tiles across), zero-padded to a multiple of 4 across and transposed:
     (across in fours, down) with strides (1, across in fours)."""
-    return pad(scales, (0, -scales.shape[1] % 4)).contiguous().t()
+    return F.pad(scales, (0, -scales.shape[1] % 4)).contiguous().t()
 
 
 def swizzled(scales: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def swizzled(scales: Tensor) -> Tensor:
     Entry (r, c) goes to ((r // 128) * ceil(tiles / 4) + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4.
     """
     rows, across = scales.shape
-    whole = pad(scales, (0, -across % 4, 0, -rows % 128))
+    whole = F.pad(scales, (0, -across % 4, 0, -rows % 128))
     blocks = whole.view(whole.shape[0] // 128, 4, 32, whole.shape[1] // 4, 4)
     return blocks.permute(0, 3, 2, 1, 4).reshape(-1)
 

@@ -15,7 +15,6 @@ from halfstep.nn.arrangement import Arrangement, arranged
 from halfstep.nn.codes import (
     RECOMPUTE,
     check_float32,
-    check_grad_dtype,
     count,
     decode_parameters,
     rounded,
@@ -344,8 +343,6 @@ def _check_recipe(model: nn.Module, recipe: Recipe) -> None:
             )
     check_float32(model, recipe.float32_buffers, recipe.name)
     check_unwrapped(model, recipe)
-    if recipe.grads is not None:
-        check_grad_dtype(recipe.grads)
 
 
 def _warn_of_narrow(model: nn.Module, recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> None:

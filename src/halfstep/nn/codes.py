@@ -231,27 +231,14 @@ def store(weight: Tensor, dtype: torch.dtype, grads: torch.dtype | None = None) 
     """Cast a parameter to `dtype`, in place, and its gradient to `grads` (None: `dtype`), in which gradients accumulate
     from then on. It stays the same object, so ties hold."""
     grads = grads or dtype
-    if weight.dtype == dtype and (getattr(weight, "grad_dtype", None) or dtype) == grads:
+    if weight.dtype == dtype and (weight.grad_dtype or dtype) == grads:
         return
     grad, weight.grad = weight.grad, None
     weight.data = weight.data.to(dtype)
-    if (getattr(weight, "grad_dtype", None) or dtype) != grads:
+    if (weight.grad_dtype or dtype) != grads:
         weight.grad_dtype = grads
     if grad is not None:
         weight.grad = grad.to(grads)
-
-
-def check_grad_dtype(grads: str, kind: type = Tensor) -> None:
-    """Raise if this torch cannot accumulate gradients in another dtype than their parameter's.
-
-    Raises:
-        ModelError: tensors have no `grad_dtype`.
-    """
-    if not hasattr(kind, "grad_dtype"):
-        raise ModelError(
-            f"torch {torch.__version__} keeps gradients in the parameters' dtype, and this recipe in {grads}: use "
-            "torch 2.10 or newer"
-        )
 
 
 def count(model: nn.Module, others: Mapping[int, torch.dtype] | None = None) -> dict[str, int]:

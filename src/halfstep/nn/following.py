@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
-from torch.fx import _symbolic_trace
-from torch.fx._symbolic_trace import Tracer
+from torch.fx._symbolic_trace import Tracer, is_fx_symbolic_tracing
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
@@ -30,11 +29,6 @@ from halfstep.nn.watched import Copied, nothing
 from halfstep.ops.function import LastInput
 from halfstep.ops.part import own_part, part_of, parts_of
 from halfstep.quant.tracing import inlined, untraced
-
-
-is_fx_symbolic_tracing: Callable[[], bool] = getattr(
-    _symbolic_trace, "is_fx_symbolic_tracing", _symbolic_trace.is_fx_tracing
-)  # torch 2.8 has the second alone
 
 
 class Following:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.kernels.cpu.clamp_operators import estimate
@@ -10,7 +11,6 @@ from halfstep.ops.operand import Operand, factor_in_use, operand
 from halfstep.ops.plain import matrix
 from halfstep.quant import TENSOR, Quantizer, Tile
 from halfstep.quant.rounding import Seed
-from halfstep.quant.tile import pad
 from halfstep.quant.tracing import has_memory
 
 
@@ -108,9 +108,9 @@ def _tiled(parts: Tensor, tile: Tile) -> Tensor:
     groups, rows, segments, channels = parts.shape
     if _across(tile):
         width = _filled(channels, tile.columns) if groups * segments > 1 else channels
-        return pad(parts, (0, width - channels)).transpose(0, 1).reshape(rows, groups * segments * width)
+        return F.pad(parts, (0, width - channels)).transpose(0, 1).reshape(rows, groups * segments * width)
     height = _filled(rows, tile.rows) if groups > 1 else rows
-    return pad(parts, (0, 0, 0, 0, 0, height - rows)).reshape(groups * height, segments * channels)
+    return F.pad(parts, (0, 0, 0, 0, 0, height - rows)).reshape(groups * height, segments * channels)
 
 
 def _untiled(matrix: Tensor, shape: torch.Size, tile: Tile) -> Tensor:

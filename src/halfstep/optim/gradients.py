@@ -125,16 +125,12 @@ def multiply(optimizer: torch.optim.Optimizer, factor: Tensor, names: Mapping[nn
             changed.
     """
     wide, every = takes_float32(optimizer), list(parameters_of(optimizer))
-    leaving = [p for p in every if wide and _half(p.grad) and can_widen(p)]
-    ids = set(map(id, leaving))
-    stuck = [
-        place for place, p in enumerate(every)
-        if p.grad is not None and p.grad.dtype == torch.float16 and id(p) not in ids
-    ]  # fmt: skip
-    if stuck:
+    leaving = [p for p in every if wide and _half(p.grad)]
+    stuck = [place for place, p in enumerate(every) if p.grad is not None and p.grad.dtype == torch.float16]
+    if stuck and not wide:
         raise LossScaleError(
             f"dividing or clipping fp16 gradients in place would flush small ones to zero "
-            f"({names_of(optimizer, names)[stuck[0]]} and {len(stuck) - 1} more). {_REMEDY if wide else _STOCK_REMEDY}"
+            f"({names_of(optimizer, names)[stuck[0]]} and {len(stuck) - 1} more). {_REMEDY}"
         )
     for parameter, grad in zip(leaving, _float32([p.grad for p in leaving if p.grad is not None]), strict=True):
         widen(parameter, grad)
@@ -167,10 +163,6 @@ def _half(grad: Tensor | None) -> bool:
 
 
 _REMEDY = (
-    "They can leave for float32 with torch 2.10 or newer; with this one leave the division to scaler.step(optimizer), "
-    "without clipping, or train under 'fp16-mixed', whose gradients are float32"
-)
-_STOCK_REMEDY = (
     "Step with an optimizer from halfstep.prepare (or halfstep.optim.convert), which takes them in float32; a fused "
     "one from torch divides inside scaler.step(optimizer), without clipping"
 )
@@ -216,11 +208,6 @@ class _Own:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a pickled parameter has neither the hooks nor the gradient dtype
-
-
-def can_widen(parameter: Tensor) -> bool:
-    """Whether this torch (2.10 or newer) supports gradients of another dtype than the parameter's."""
-    return hasattr(parameter, "grad_dtype")
 
 
 def widen(parameter: Tensor, grad: Tensor) -> None:

@@ -116,13 +116,12 @@ class Unscaling(DynamicScale):
         """Divide the gradients by S, once, for code that reads them before `step`.
 
         16-bit gradients of halfstep's optimizers are replaced by float32 ones until they are dropped (`zero_grad`): 4
-        bytes a parameter until then, and no small value is lost. Before torch 2.10 that is not possible: bf16 gradients
-        are rounded in place.
+        bytes a parameter until then, and no small value is lost.
 
         Raises:
             LossScaleError: called twice, or after step(), since the last update(); the last gradients overflowed and
                 were dropped without an update(); or a gradient is fp16 and cannot become float32 (an optimizer of
-                torch, or torch before 2.10): small values would become zero.
+                torch): small values would become zero.
         """
         if self._enabled:
             self._unscale(optimizer)

@@ -6,6 +6,7 @@ The reference for every faster implementation. Each row of a tensor is packed by
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep import formats
@@ -14,7 +15,6 @@ from halfstep.formats import Format
 from halfstep.formats.exact import OVERFLOWS
 from halfstep.quant import family
 from halfstep.quant.rounding import Seed, check_rounding, draw_seed, noise_at, noise_bits
-from halfstep.quant.tile import pad
 
 
 CONTAINERS = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}
@@ -246,5 +246,5 @@ def unpack(packed: Tensor, bits: int, columns: int, high_nibble_first: bool = Fa
 
 def _groups(x: Tensor, size: int) -> Tensor:
     """(rows, columns) to (rows, groups, size) int32, filled with zeros."""
-    padded = pad(x, (0, -x.shape[1] % size))
+    padded = F.pad(x, (0, -x.shape[1] % size))
     return padded.view(x.shape[0], padded.shape[1] // size, size).int()

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.errors import QuantizationError
 from halfstep.quant.rounding import Seed, capturing, check_drawing, derive_seed, drawn, noise_bits
-from halfstep.quant.tile import pad
 
 
 RANDOM = "random"
@@ -149,7 +149,7 @@ def rotate(x: Tensor, signs: Tensor, dim: int = -1) -> Tensor:
     wide = x if x.dtype == torch.float64 else x.float()
     beyond = -wide.shape[dim] % size
     if beyond:
-        wide = pad(wide, (*[0, 0] * (wide.dim() - 1 - dim), 0, beyond))
+        wide = F.pad(wide, (*[0, 0] * (wide.dim() - 1 - dim), 0, beyond))
     before, length, after = wide.shape[:dim], wide.shape[dim], wide.shape[dim + 1 :]
     blocks = wide.reshape(*before, length // size, size, *after)
     blocks = blocks * signs.to(wide.dtype).view(size, *[1] * len(after))

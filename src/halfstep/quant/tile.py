@@ -1,24 +1,11 @@
-"""Tiles: which elements of a tensor share a scale; and padding of tensors to whole tiles."""
+"""Tiles: which elements of a tensor share a scale."""
 
 from dataclasses import dataclass
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.errors import QuantizationError
-
-
-def pad(x: Tensor, widths: tuple[int, ...], fill: float = 0.0) -> Tensor:
-    """`torch.nn.functional.pad` with a constant and widths >= 0, given from the last dimension on.
-
-    torch 2.8 refuses it where a dimension of the result is empty. Such a result has no elements, nor has x.
-    """
-    if x.numel() == 0:
-        ends = zip(widths[::2], widths[1::2], strict=True)
-        grown = [size + sum(next(ends, (0, 0))) for size in reversed(x.shape)]
-        if 0 in grown:
-            return x.reshape(grown[::-1])
-    return torch.nn.functional.pad(x, widths, value=fill)
 
 
 @dataclass(frozen=True)
@@ -56,7 +43,7 @@ class Tile:
         """The `amax`, `amin` or `sum` of each tile: (tile rows, tile columns). Short tiles are padded with `fill`."""
         down, across = self.grid(*x.shape)
         high, wide = self.rows or max(x.shape[0], 1), self.columns or max(x.shape[1], 1)
-        padded = pad(x, (0, across * wide - x.shape[1], 0, down * high - x.shape[0]), fill)
+        padded = F.pad(x, (0, across * wide - x.shape[1], 0, down * high - x.shape[0]), value=fill)
         return getattr(padded.view(down, high, across, wide), how)(dim=(1, 3))
 
     def spread(self, scales: Tensor, rows: int, columns: int) -> Tensor:

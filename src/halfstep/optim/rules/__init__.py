@@ -291,7 +291,7 @@ _INSTEAD = {
         "torch.optim.AdamW under 'adamw-8bit' (2 bytes a parameter) or 'galore' (a subspace); for Adafactor "
         f"itself {_AROUND}"
     ),
-    "Muon": f"Hand over torch.optim.Muon (torch 2.9 and newer); for this Muon itself {_AROUND}",
+    "Muon": f"Hand over torch.optim.Muon; for this Muon itself {_AROUND}",
 }
 """Advice for common optimizers without a rule, by class name."""
 

@@ -63,8 +63,7 @@ def _refusal(group: Group) -> str | None:
     return None
 
 
-if hasattr(torch.optim, "Muon"):  # torch 2.9 brings it
-    muon = UpdateRule(
-        "muon", torch.optim.Muon, lambda group: ("momentum_buffer",), _update, elementwise=False, dims=2,
-        refusal=_refusal, kept_as=lambda name, group: "exp_avg",
-    )  # fmt: skip
+muon = UpdateRule(
+    "muon", torch.optim.Muon, lambda group: ("momentum_buffer",), _update, elementwise=False, dims=2,
+    refusal=_refusal, kept_as=lambda name, group: "exp_avg",
+)  # fmt: skip

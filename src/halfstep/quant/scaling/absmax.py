@@ -1,12 +1,13 @@
 """Scales that map a tile's amax, or its range, to the element format's range; stored in float32, bfloat16 or 8 bits."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.formats import Format, codebooks
 from halfstep.quant.cast import decode, encode
 from halfstep.quant.scaling.base import Scaling, Stored, finite, over
-from halfstep.quant.tile import Tile, pad
+from halfstep.quant.tile import Tile
 
 
 class Absmax(Scaling):
@@ -121,7 +122,7 @@ class DoubleAbsmax(Absmax):
 
 
 def _groups(scales: Tensor) -> Tensor:
-    return pad(scales, (0, -scales.numel() % GROUP)).view(-1, GROUP)
+    return F.pad(scales, (0, -scales.numel() % GROUP)).view(-1, GROUP)
 
 
 def _spread(group_scale: Tensor, like: Tensor) -> Tensor:
