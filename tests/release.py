@@ -32,11 +32,7 @@ ROOT = Path(__file__).parents[1]
 OUT = ROOT / "dist"
 ROOMS = ("test_prepare.py", "formats", "kb", "recipe", "quant/test_round_exactly.py", "cli/test_without_extras.py")
 ASIDE = ("dev", "bench", "site", "gpu")
-"""Extras whose lower bounds are not pinned: a torch for CUDA asks for its own triton, 2.8 for one that gpu refuses."""
-
-WITHOUT = {"lowest": ("torchao",)}
-"""What an environment does without. torchao 0.18 asks for no torch by number, and is imported beside none before
-2.10; where it is installed transformers imports it."""
+"""Extras whose lower bounds are not pinned: a torch for CUDA asks for its own triton."""
 
 
 def project() -> dict[str, Any]:
@@ -49,8 +45,8 @@ def lowest(project: dict[str, Any], extras: Iterable[str]) -> list[str]:
     """Constraints that pin every library to its lower bound, those of the extras too: of several bounds the highest.
 
     >>> extras = {"hf": ["transformers>=5.0"], "trainer": ["transformers>=5.8"]}
-    >>> lowest({"dependencies": ["torch>=2.8,<2.14"], "optional-dependencies": extras}, extras)
-    ['torch==2.8', 'transformers==5.8']
+    >>> lowest({"dependencies": ["torch>=2.10,<2.16"], "optional-dependencies": extras}, extras)
+    ['torch==2.10', 'transformers==5.8']
     """
     lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
     bounds: dict[str, Version] = {}
@@ -153,9 +149,7 @@ def build() -> tuple[Path, Path]:
     return wheel, sdist
 
 
-def install(
-    python: Path, wheel: Path, constraints: Sequence[str], without: Sequence[str], flags: Sequence[str], cuda: bool
-) -> None:
+def install(python: Path, wheel: Path, constraints: Sequence[str], flags: Sequence[str], cuda: bool) -> None:
     """The wheel with its extras and what the tests compare with, unless that would bring CUDA unasked."""
     place, uv = python.parent, OUT / "build" / "bin" / "uv"
     (place / "wanted.txt").write_text(f"halfstep[dev] @ {wheel.as_uri()}\n")
@@ -171,8 +165,7 @@ def install(
         sys.exit(
             f"release: torch wants {len(nvidia)} libraries of CUDA; choose an index with PIP_FLAGS, or give --cuda"
         )
-    lines = [line for line in plan.stdout.splitlines() if line.partition("==")[0] not in without]
-    (place / "all.txt").write_text("\n".join(lines) + "\n")
+    (place / "all.txt").write_text(plan.stdout)
     run(uv, "pip", "install", "--no-deps", *common, "-r", place / "all.txt")
 
 
@@ -212,7 +205,7 @@ def main() -> None:
     for name, constraints in (("lowest", lowest(project(), extras)), ("newest", [])):
         if given.only in (None, name):
             python = fresh(name)
-            install(python, wheel, constraints, WITHOUT.get(name, ()), shlex.split(given.pip_flags), given.cuda)
+            install(python, wheel, constraints, shlex.split(given.pip_flags), given.cuda)
             suite(python, ROOMS if given.quick else (), name)
 
 

@@ -95,5 +95,4 @@ def test_folders_that_cannot_be_loaded(run, saved):
 
 def test_a_mixture_of_experts_with_a_batch_of_ones_own_in_python():
     member = MEMBERS["mixtral"]
-    member.check_runs()
     assert halfstep.probe_model(member.build(), data=[member.batch()]).safe

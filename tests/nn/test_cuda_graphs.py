@@ -78,7 +78,7 @@ def test_stages_that_nobody_would_count_are_refused(capturing):
 
 
 def test_a_graph_is_held_while_it_is_open_and_no_longer():
-    """torch 2.8 lets go of what it keeps for a thread once more than it took it."""
+    """torch 2.10 releases what it keeps for a thread once more than it took it."""
     graph = Draws()
     counted, gone = sys.getrefcount(graph), weakref.ref(graph)
     for _ in range(100):

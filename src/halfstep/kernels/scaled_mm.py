@@ -173,7 +173,7 @@ def _found(device: torch.device) -> tuple[int, int]:
     return capability(device)
 
 
-# A traced graph takes their results as constants. torch 2.8 does not trace comparing such a tuple with another.
+# A traced graph takes their results as constants.
 may_have_tensor_cores._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _found._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

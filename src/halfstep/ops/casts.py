@@ -35,7 +35,7 @@ class Quantized(quant.Quantized):
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         codes = self.codes
         result = prepare_out(self.shape, self.dtype, codes.device, out, dtype)
-        # For a traced wrapper subclass, torch 2.8 reports neither that it compiles nor that the tensor has no values.
+        # For a traced wrapper subclass, torch 2.10 reports neither that it compiles nor that the tensor has no values.
         traced = isinstance(codes, FunctionalTensor)
         (operators.DEQUANTIZE.traced if traced else operators.DEQUANTIZE)(self, result)
         return result

@@ -266,7 +266,7 @@ def opened(draws: Draws | None) -> None:
     word = [draws]
     counted = sys.getrefcount(word)
     torch._C._stash_obj_in_tls(_OPEN, word)
-    if sys.getrefcount(word) == counted:  # torch 2.8 gives back a reference that it did not take
+    if sys.getrefcount(word) == counted:  # torch 2.10 releases a reference that it did not take
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(word))
 
 
