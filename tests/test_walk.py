@@ -75,7 +75,9 @@ def test_a_step_makes_no_more_calls_than_the_page_says(recipe):
         row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{recipe}`, {which} |"))
         stated = [int(cell) for cell in row.split("|")[2:-1] if cell.strip() != "-"]
         for calls, most in zip(found, stated, strict=True):
-            assert most - 8 < calls <= most, (which, found)
+            assert calls <= most, (which, found)
+            if sys.version_info < (3, 12):  # newer ones inline comprehensions
+                assert calls > most - 8, f"{which}: {found}; let the page say so"
 
 
 def later_step(recipe):
