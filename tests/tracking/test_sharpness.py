@@ -116,7 +116,7 @@ def test_sharpness_is_written_down_where_it_is_wanted(tmp_path):
     assert rows[0][0]["sharpness"] == pytest.approx(float(expected), rel=1e-6)
     assert len({row["sharpness"] for row in rows[0]}) == 4
     other = experiment_for("mlm", recipes=("fp32",), sharpness=1e-3, data=fields["data"], context=16, batch=2)
-    with pytest.raises(RunError, match=r"sharpness = 0.001 with task 'mlm', whose loss is no cross-entropy"):
+    with pytest.raises(RunError, match=r"sharpness = 0.001 with task 'mlm', whose loss is not a cross-entropy"):
         open_experiment(other, tmp_path / "other", False)
     with pytest.raises(RunError, match="sharpness = -1 given; expected a box of 0"):
         Experiment(recipes=("fp32",), sharpness=-1)

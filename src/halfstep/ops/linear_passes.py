@@ -205,7 +205,7 @@ class Rounded(Once):
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         """Save the tensors and options that the backward reads."""
         x, weight, bias, spec, states, record, channels, rounded, keeping, _, units, dtype, _ = inputs
-        anchor, *kept = output[1:]
+        anchor, kept = output[1], list(output[2:])
         kept[0], kept[3] = x if kept[0] is None else kept[0], weight if kept[3] is None else kept[3]
         again = (keeping is not None or units.output) and kept[3] is weight
         if not weight.requires_grad:  # only the weight's gradient reads x
