@@ -34,6 +34,9 @@ ROOMS = ("test_prepare.py", "formats", "kb", "recipe", "quant/test_round_exactly
 ASIDE = ("dev", "bench", "site", "gpu")
 """Extras whose lower bounds are not pinned: a torch for CUDA asks for its own triton."""
 
+WITHOUT = {"lowest": ("torchao",)}
+"""What an environment does without. PEFT 0.18 imports names that torchao 0.18 no longer has."""
+
 
 def project() -> dict[str, Any]:
     """The table of pyproject.toml."""
@@ -149,7 +152,9 @@ def build() -> tuple[Path, Path]:
     return wheel, sdist
 
 
-def install(python: Path, wheel: Path, constraints: Sequence[str], flags: Sequence[str], cuda: bool) -> None:
+def install(
+    python: Path, wheel: Path, constraints: Sequence[str], without: Sequence[str], flags: Sequence[str], cuda: bool
+) -> None:
     """The wheel with its extras and what the tests compare with, unless that would bring CUDA unasked."""
     place, uv = python.parent, OUT / "build" / "bin" / "uv"
     (place / "wanted.txt").write_text(f"halfstep[dev] @ {wheel.as_uri()}\n")
@@ -165,7 +170,8 @@ def install(python: Path, wheel: Path, constraints: Sequence[str], flags: Sequen
         sys.exit(
             f"release: torch wants {len(nvidia)} libraries of CUDA; choose an index with PIP_FLAGS, or give --cuda"
         )
-    (place / "all.txt").write_text(plan.stdout)
+    lines = [line for line in plan.stdout.splitlines() if line.partition("==")[0] not in without]
+    (place / "all.txt").write_text("\n".join(lines) + "\n")
     run(uv, "pip", "install", "--no-deps", *common, "-r", place / "all.txt")
 
 
@@ -205,7 +211,7 @@ def main() -> None:
     for name, constraints in (("lowest", lowest(project(), extras)), ("newest", [])):
         if given.only in (None, name):
             python = fresh(name)
-            install(python, wheel, constraints, shlex.split(given.pip_flags), given.cuda)
+            install(python, wheel, constraints, WITHOUT.get(name, ()), shlex.split(given.pip_flags), given.cuda)
             suite(python, ROOMS if given.quick else (), name)
 
 
