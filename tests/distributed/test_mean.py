@@ -1,9 +1,14 @@
 """The mean of ranks' gradients, of ranks in one process: against float64, and against what was rounded."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
+from families import for_each
 from halfstep import formats
+from halfstep.distributed.compress import _summary
 from halfstep.distributed.mean import Message, mean_steps, run
 from halfstep.errors import RecipeError
 from halfstep.quant import Quantizer, Scales, Tile
@@ -130,3 +135,14 @@ def test_what_no_message_holds_is_refused():
     ):
         with pytest.raises(RecipeError, match=said):
             Communication(**bad)
+
+
+@for_each("dtype", [torch.uint8, torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.float64, torch.complex128])
+def test_ranks_compare_frozen_weights_of_any_dtype(dtype):
+    """Such as another library's packed codes."""
+    model = nn.Linear(3, 1)
+    model.packed = nn.Parameter(torch.tensor([1, 0, 1]).to(dtype), requires_grad=False)
+    text = _summary(model, None, None)
+    assert _summary(copy.deepcopy(model), None, None) == text
+    model.packed.data = torch.tensor([1, 0, 0]).to(dtype)
+    assert _summary(model, None, None) != text

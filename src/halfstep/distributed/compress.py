@@ -132,8 +132,8 @@ def _summary(root: nn.Module, communication: Communication | None, recipe: Recip
 
 def _bits(tensor: Tensor) -> int:
     """A checksum: the sum of a tensor's bit patterns as integers, exact and therefore the same on all machines."""
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
-    return int(tensor.contiguous().view(whole).sum(dtype=torch.int64))
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.itemsize, torch.int64)
+    return int(tensor.reshape(-1).contiguous().view(whole).sum(dtype=torch.int64))
 
 
 class GatherCodes(ColwiseParallel):
