@@ -218,10 +218,11 @@ def seed_of(rounding: str, generator: torch.Generator | Seed | None, device: tor
     a given generator or seed, where the operator draws it from the default generator when it runs."""
     if rounding != "stochastic":
         return None
-    if torch.compiler.is_compiling() and not isinstance(generator, torch.Generator):
-        if not isinstance(generator, int):
+    if torch.compiler.is_compiling():  # torch 2.15 does not trace isinstance(x, torch.Generator)
+        if generator is None or isinstance(generator, Tensor):
             return generator
-        return torch.full((), generator - (generator >> 63 << 64), dtype=torch.int64, device=device)
+        if isinstance(generator, int):
+            return torch.full((), generator - (generator >> 63 << 64), dtype=torch.int64, device=device)
     return draw_seed(generator, device)
 
 
