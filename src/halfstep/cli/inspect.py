@@ -33,14 +33,11 @@ def inspect(
     what_if: Annotated[
         str | None,
         typer.Option(
-            "--what-if",
-            metavar="FORMATS",
-            help="Also measure casts of all matrices: all, or a list such as fp16,mxfp8,nf4.",
+            "--what-if", metavar="FORMATS", help="Also measure casts of all matrices: all, or as in fp16,mxfp8,nf4."
         ),
     ] = None,
     to: Annotated[
-        str | None,
-        typer.Option("--to", metavar="FORMAT", help="Write the checkpoint cast to this format; needs --out."),
+        str | None, typer.Option("--to", metavar="FORMAT", help="Write the checkpoint cast; needs --out.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="The safetensors file that --to writes; a new one.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write the report as an HTML page, too.")] = None,
