@@ -48,8 +48,7 @@ def plain(
 ) -> Callable[[], None]:
     """A function that runs STEPS steps of a plain training loop of the float32 model, or of the model that `wrap`
     returns."""
-    model, optimizer = model_and_optimizer()
-    model = wrap(model)
+    model = wrap(model_and_optimizer()[0])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     x = torch.randn(BATCH, WIDTH)
 

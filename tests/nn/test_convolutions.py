@@ -242,7 +242,7 @@ def test_states_are_of_each_operand_and_move_with_training(name):
 def test_an_accumulator_keeps_a_convolution_and_says_so(name):
     report = halfstep.apply(Net(), name)
     assert report.quantized == ("head",)
-    assert {*report.kept.values()} == {"a convolution: torch's sum in their own way, but the rule sets an accumulator"}
+    assert {*report.kept.values()} == {"a convolution: torch sums in its own order, but the rule sets an accumulator"}
 
 
 @pytest.mark.parametrize("name", ROTATED)

@@ -99,7 +99,7 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
         elif is_adapter is not None and is_adapter(path):
             kept[path] = "an adapter; rules reach it where the recipe has float32_adapters = false"
         elif rule.linear.accumulates and any(own.layout for own in weights[path]):
-            kept[path] = "a convolution: torch's sum in their own way, but the rule sets an accumulator"
+            kept[path] = "a convolution: torch sums in its own order, but the rule sets an accumulator"
         elif rule.linear.rotates and any(own.layout for own in weights[path]):
             kept[path] = "a convolution: its window sums over positions that the rule's Hadamard transform would mix"
         else:

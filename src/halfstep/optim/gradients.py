@@ -126,8 +126,10 @@ def multiply(optimizer: torch.optim.Optimizer, factor: Tensor, names: Mapping[nn
     """
     wide, every = takes_float32(optimizer), list(parameters_of(optimizer))
     leaving = [p for p in every if wide and _half(p.grad)]
-    stuck = [place for place, p in enumerate(every) if p.grad is not None and p.grad.dtype == torch.float16]
-    if stuck and not wide:
+    stuck = [
+        place for place, p in enumerate(every) if not wide and p.grad is not None and p.grad.dtype == torch.float16
+    ]
+    if stuck:
         raise LossScaleError(
             f"dividing or clipping fp16 gradients in place would flush small ones to zero "
             f"({names_of(optimizer, names)[stuck[0]]} and {len(stuck) - 1} more). {_REMEDY}"

@@ -10,6 +10,7 @@ _TEXT = {
     "ge": "{} >= {}", "abs": "tl.abs({})", "is_nan": "{0} != {0}", "where": "tl.where({}, {}, {})",
     "single": "{}.to(tl.float32)", "double": "{}.to(tl.float64)",
 }  # fmt: skip
+# `/` is rounded once for float64 alone; Triton 3.8 and 3.9 do not compile tl.fdiv(..., ieee_rounding=True) of float64.
 _ROUNDED_ONCE = {
     ("div", "single"): "tl.div_rn({}, {})", ("div", "double"): "{} / {}",
     ("sqrt", "single"): "tl.sqrt_rn({})", ("sqrt", "double"): "tl.sqrt({})",
