@@ -111,36 +111,36 @@ def scales(amax, tensor_scale, R: tl.constexpr, E: tl.constexpr):
         if R.part is not None:
             amax = as_bits(as_float(amax) * constant(R.part))
         stored = power_byte(amax, R)
-        multiplier, meets = power_of(stored), inverse_power_of(stored)
+        multiplier, element_scale = power_of(stored), inverse_power_of(stored)
         if R.part is not None:
-            multiplier, meets = tl.div_rn(multiplier, constant(R.part)), meets * constant(R.part)
+            multiplier, element_scale = tl.div_rn(multiplier, constant(R.part)), element_scale * constant(R.part)
     elif R.kind == "reciprocal":
-        meets = tl.where(amax == 0, 1.0, tl.div_rn(constant(R.largest), number))
-        meets = tl.where(as_bits(meets) == 0x7F800000, constant(0x7F7FFFFF), meets)
-        multiplier = tl.div_rn(constant(0x3F800000), meets)
+        element_scale = tl.where(amax == 0, 1.0, tl.div_rn(constant(R.largest), number))
+        element_scale = tl.where(as_bits(element_scale) == 0x7F800000, constant(0x7F7FFFFF), element_scale)
+        multiplier = tl.div_rn(constant(0x3F800000), element_scale)
         stored = as_bits(multiplier)
-        meets = tl.where(keep == 0, 1.0, meets)
+        element_scale = tl.where(keep == 0, 1.0, element_scale)
     else:
         multiplier = tl.div_rn(number, constant(R.largest))
-        stored, meets = as_bits(multiplier), multiplier
+        stored, element_scale = as_bits(multiplier), multiplier
         if R.kind == "narrow":
             stored = nearest_bf16(multiplier)
-            multiplier, meets = as_float(stored), as_float(stored)
+            multiplier, element_scale = as_float(stored), as_float(stored)
         if R.kind == "two_level":
             quotient = tl.div_rn(multiplier, tensor_scale)
             stored, multiplier = e4m3_scale(number, quotient, tensor_scale, R, E)
-            meets = multiplier * tensor_scale
-        keep = tl.where(meets > 0.0, 0xFFFFFFFF, 0).to(tl.uint32)
-        meets = tl.where(meets > 0.0, meets, 1.0)
-    return stored, multiplier, meets, keep
+            element_scale = multiplier * tensor_scale
+        keep = tl.where(element_scale > 0.0, 0xFFFFFFFF, 0).to(tl.uint32)
+        element_scale = tl.where(element_scale > 0.0, element_scale, 1.0)
+    return stored, multiplier, element_scale, keep
 
 
 @triton.jit
-def over(bits, meets, keep, R: tl.constexpr):
+def over(bits, element_scale, keep, R: tl.constexpr):
     """The bits of elements divided by their scale, or multiplied by its reciprocal."""
     number = as_float(bits) if keep is None else as_float(bits & keep)
     times: tl.constexpr = R.kind == "power" or R.kind == "reciprocal"
-    return as_bits(number * meets if times else tl.div_rn(number, meets))
+    return as_bits(number * element_scale if times else tl.div_rn(number, element_scale))
 
 
 @triton.jit
@@ -165,7 +165,7 @@ def code_with_nan(bits, Q: tl.constexpr):
 
 
 @triton.jit
-def code_of(bits, drawn, known, Q: tl.constexpr):
+def code_of(bits, random_bits, known, Q: tl.constexpr):
     """The codes of float32 bits without NaN: 32 bits each, or a byte each. `known` is a codebook's
     `quantizers.table`."""
     P: tl.constexpr = Q.rounding  # triton 3.6 passes a nested tuple on only as a constant of its own
@@ -173,12 +173,12 @@ def code_of(bits, drawn, known, Q: tl.constexpr):
     T: tl.constexpr = Q.bins
     OWN: tl.constexpr = Q.instruction
     if Q.bins is not None:
-        code = placed(as_float(bits), known, T).to(tl.uint32, bitcast=True)
-    elif Q.instruction is not None and drawn is None:
+        code = codebook_code(as_float(bits), known, T).to(tl.uint32, bitcast=True)
+    elif Q.instruction is not None and random_bits is None:
         code = converted(bits, OWN)
     elif Q.cuts is None:
-        alike: tl.constexpr = drawn is None and Q.coding.complement is None
-        code = number_coded(bits, P, C) if alike else coded(bits, drawn, P, C)
+        alike: tl.constexpr = random_bits is None and Q.coding.complement is None
+        code = number_coded(bits, P, C) if alike else coded(bits, random_bits, P, C)
     else:
         code = tl.zeros_like(bits)
         for i in tl.static_range(len(Q.cuts)):
@@ -219,14 +219,14 @@ def kept_words(a, b, c, d, keep, Q: tl.constexpr):
 
 
 @triton.jit
-def value_of(bits, drawn, known, Q: tl.constexpr):
+def value_of(bits, random_bits, known, Q: tl.constexpr):
     """The float32 bits rounded: the values of the codes of `code_of`."""
     P: tl.constexpr = Q.rounding
     T: tl.constexpr = Q.bins
     if Q.bins is not None:
-        value = value_at(placed(as_float(bits), known, T), known)
+        value = value_at(codebook_code(as_float(bits), known, T), known)
     elif Q.cuts is None:
-        value = as_float(rounded(bits, drawn, P))
+        value = as_float(rounded(bits, random_bits, P))
     else:
         found = tl.full(bits.shape, Q.values[0], tl.uint32)
         for i in tl.static_range(len(Q.cuts)):
@@ -275,7 +275,7 @@ def value_at(code, known):
 
 
 @triton.jit
-def placed(number, known, T: tl.constexpr):
+def codebook_code(number, known, T: tl.constexpr):
     """How many of 255 increasing cut points are below each value, which is not NaN: its code."""
     bits = as_bits(number)
     bin = ((bits & 0x7FFFFFFF) >> T.shift).to(tl.int32) - T.first

@@ -108,13 +108,13 @@ def result(
     magnitude = bits & 0x7FFFFFFF
     if factor is not None:
         bits = as_bits(as_float(bits) * factor)
-    drawn = noise(low, high, start, index) if NOISY else None
+    random_bits = noise(low, high, start, index) if NOISY else None
     if C is None:
-        made = narrowed(rounded(bits, drawn, P), TARGET)
+        made = narrowed(rounded(bits, random_bits, P), TARGET)
     elif INSTRUCTION is not None:
         made = converted(bits, INSTRUCTION)
     else:
-        made = kept_code(coded(bits, drawn, P, C), TARGET)
+        made = kept_code(coded(bits, random_bits, P, C), TARGET)
     return made, magnitude
 
 

@@ -74,7 +74,7 @@ def square(
             largest = largest_of(x, top, column, rows, columns, SOURCE, H, W, ROWS, MASKED)
         else:
             largest = found_before(found, column, column, rows, columns, H, W)
-        stored, multiplier, meets, keep = scales(largest, tensor_scale, R, E)
+        stored, multiplier, element_scale, keep = scales(largest, tensor_scale, R, E)
         keep_scales(scale, stored, multiplier, top, left, rows, columns, strides, R, H, W, FORM, False)
         keep_scales(turned_scale, stored, multiplier, top, left, rows, columns, turned_strides, R, H, W, FORM, True)
     below = tl.zeros((1, COLUMNS), tl.int32)
@@ -83,7 +83,7 @@ def square(
         row = start + tl.arange(0, ROWS)
         first = (row.to(tl.int64) * columns)[:, None]
         bits = loaded(x, first, row, column, rows, columns, SOURCE, MASKED)
-        drawn = noise_of(low, high, first + left, tl.arange(0, COLUMNS)[None, :]) if NOISY else None
+        random_bits = noise_of(low, high, first + left, tl.arange(0, COLUMNS)[None, :]) if NOISY else None
         if factor is not None:
             most = tl.maximum(most, (bits & 0x7FFFFFFF).to(tl.int32, bitcast=True))
             P: tl.constexpr = Q.rounding
@@ -91,41 +91,41 @@ def square(
             OWN: tl.constexpr = Q.instruction
             times = as_bits(as_float(bits) * factor)
             by_bits: tl.constexpr = OWN is None or NOISY
-            code = coded(times, drawn, P, C) if by_bits else converted(times, OWN)  # NaN, too
+            code = coded(times, random_bits, P, C) if by_bits else converted(times, OWN)  # NaN, too
         else:
             if not shared or (H > 0 and H <= ROWS):
                 largest = largest_in(bits, found, row, column, rows, columns, H, W)
-                stored, multiplier, meets, keep = scales_of(bits, largest, tensor_scale, R, E, H, W)
+                stored, multiplier, element_scale, keep = scales_of(bits, largest, tensor_scale, R, E, H, W)
                 keep_scales(scale, stored, multiplier, start, left, rows, columns, strides, R, H, W, FORM, False)
                 if shared:
                     keep_scales(
                         turned_scale, stored, multiplier, start, left, rows, columns, turned_strides, R, H, W, FORM,
                         True,
                     )  # fmt: skip
-            code = code_of(over_scale(bits, meets, keep, R), drawn, None, Q)
+            code = code_of(over_scale(bits, element_scale, keep, R), random_bits, None, Q)
         store_both(code, codes, turned, first, start, left, row, column, rows, columns, Q, True, shared, MASKED)
         if not shared:
             if W > ROWS:
                 below = tl.maximum(below, tile_maxima(bits, ROWS, 1).to(tl.int32, bitcast=True))
             else:
                 largest = largest_in(bits, turned_found, row, column, rows, columns, W, 1)
-                stored, multiplier, meets, keep = scales_of(bits, largest, turned_tensor_scale, R, E, W, 1)
+                stored, multiplier, element_scale, keep = scales_of(bits, largest, turned_tensor_scale, R, E, W, 1)
                 keep_scales(
                     turned_scale, stored, multiplier, start, left, rows, columns, turned_strides, R, W, 1, FORM, True
                 )  # fmt: skip
-                code = code_of(over_scale(bits, meets, keep, R), None, None, Q)
+                code = code_of(over_scale(bits, element_scale, keep, R), None, None, Q)
                 store_both(code, codes, turned, first, start, left, row, column, rows, columns, Q, False, True, MASKED)
     if amax is not None:
         tl.atomic_max(amax, tl.max(most), sem="relaxed")
     if not shared and W > ROWS:
-        stored, multiplier, meets, keep = scales(below.to(tl.uint32, bitcast=True), turned_tensor_scale, R, E)
+        stored, multiplier, element_scale, keep = scales(below.to(tl.uint32, bitcast=True), turned_tensor_scale, R, E)
         keep_scales(turned_scale, stored, multiplier, top, left, rows, columns, turned_strides, R, W, 1, FORM, True)
         for strip in range(TALL // ROWS):
             start = top + strip * ROWS
             row = start + tl.arange(0, ROWS)
             first = (row.to(tl.int64) * columns)[:, None]
             bits = loaded(x, first, row, column, rows, columns, SOURCE, MASKED)
-            code = code_of(over_scale(bits, meets, keep, R), None, None, Q)
+            code = code_of(over_scale(bits, element_scale, keep, R), None, None, Q)
             store_both(code, codes, turned, first, start, left, row, column, rows, columns, Q, False, True, MASKED)
 
 
@@ -230,14 +230,14 @@ def down_columns(
         inside = masked(row + i // 16 * 16, column, rows, columns, MASKED)
         parts += (read(place + columns.to(tl.int64) * i, inside),)
     largest = largest_in(largest_at(parts, Q, SOURCE), found, column, column, rows, columns, H // _HELD, 1)
-    stored, multiplier, meets, keep = scales(largest, None, R, None)
+    stored, multiplier, element_scale, keep = scales(largest, None, R, None)
     keep_scales(scale, stored, multiplier, top, left, rows, columns, strides, R, H, 1, FORM, True)
     words = tl.tuple(())
     for i in tl.static_range(0, _HELD, 4):
-        a = over_scale(bits_of(parts[i], Q, SOURCE), meets, None, R)
-        b = over_scale(bits_of(parts[i + 1], Q, SOURCE), meets, None, R)
-        c = over_scale(bits_of(parts[i + 2], Q, SOURCE), meets, None, R)
-        d = over_scale(bits_of(parts[i + 3], Q, SOURCE), meets, None, R)
+        a = over_scale(bits_of(parts[i], Q, SOURCE), element_scale, None, R)
+        b = over_scale(bits_of(parts[i + 1], Q, SOURCE), element_scale, None, R)
+        c = over_scale(bits_of(parts[i + 2], Q, SOURCE), element_scale, None, R)
+        d = over_scale(bits_of(parts[i + 3], Q, SOURCE), element_scale, None, R)
         words += (kept_words(a, b, c, d, spread(keep, UP, COLUMNS), Q),)
     word = tl.reshape(tl.permute(interleaved(words), (1, 0, 2)), (COLUMNS, TALL // 4)).to(tl.int32, bitcast=True)
     across = top // 4 + tl.arange(0, TALL // 4)
@@ -262,11 +262,11 @@ def along_rows(
         inside = masked(row, column, rows, columns, MASKED)
         parts += (read(x + first + column[None, :], inside),)
     largest = largest_in(largest_at(parts, Q, SOURCE), found, row, row, rows, columns, 1, W // 4)
-    stored, multiplier, meets, keep = scales(largest, None, R, None)
+    stored, multiplier, element_scale, keep = scales(largest, None, R, None)
     keep_scales(scale, stored, multiplier, top, left, rows, columns, strides, R, 1, W, FORM, False)
     made = tl.tuple(())
     for i in tl.static_range(4):
-        bits = over_scale(bits_of(parts[i], Q, SOURCE), meets, None, R)
+        bits = over_scale(bits_of(parts[i], Q, SOURCE), element_scale, None, R)
         made += (kept_codes(bits, spread(keep, ROWS, ACROSS), Q),)
     code = tl.permute(tl.reshape(interleaved(made), (ROWS, ACROSS // 8, 8, 4)), (0, 1, 3, 2))
     column = left + tl.arange(0, COLUMNS)

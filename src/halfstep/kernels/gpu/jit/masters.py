@@ -17,10 +17,10 @@ def nearest(number, KIND: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def stochastic_bf16(number, drawn):
+def stochastic_bf16(number, random_bits):
     """A float32 rounded stochastically to bfloat16, as bits to store."""
     bits = as_bits(number)
-    up = tl.where((bits & 0x7FFFFFFF) == 0x7F800000, bits, bits + (drawn >> 16))
+    up = tl.where((bits & 0x7FFFFFFF) == 0x7F800000, bits, bits + (random_bits >> 16))
     return narrowed(tl.where(is_nan(bits), bits | 0x400000, up), "bfloat16")
 
 
@@ -67,7 +67,7 @@ def sum_bf16(one, other):
 
 @triton.jit
 def kept_after(
-    updated, full, stored, kept, drawn, MASTER: tl.constexpr, KIND: tl.constexpr, NOISY: tl.constexpr,
+    updated, full, stored, kept, random_bits, MASTER: tl.constexpr, KIND: tl.constexpr, NOISY: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
     """The weight and the master's tensor to store, after the rule updated the float32 weight `full` to `updated`."""
@@ -98,7 +98,7 @@ def kept_after(
         rest = as_float(nearest_bf16(rest - as_float(nearest_bf16(grown - total))))
         return narrowed(as_bits(grown), KIND), narrowed(as_bits(rest), KIND)
     elif NOISY:
-        return stochastic_bf16(updated, drawn), kept
+        return stochastic_bf16(updated, random_bits), kept
     elif MASTER == "fp32":
         return nearest(updated, KIND, HALF), narrowed(as_bits(updated), "float32")
     else:

@@ -43,23 +43,25 @@ def new_scale(most, F: tl.constexpr):
     bits."""
     R: tl.constexpr = F.rule
     most = most.to(tl.uint32, bitcast=True)
-    _, scale, meets, keep = scales(most, None, R, None)
+    _, scale, element_scale, keep = scales(most, None, R, None)
     if F.rule.kind == "power":  # where amax is not finite all elements become NaN, not 0
-        meets = as_float(tl.where(most >= 0x7F800000, 0x7FC00000, as_bits(meets)).to(tl.uint32))
+        element_scale = as_float(tl.where(most >= 0x7F800000, 0x7FC00000, as_bits(element_scale)).to(tl.uint32))
         keep = most | 0xFFFFFFFF
-    return scale, meets, keep
+    return scale, element_scale, keep
 
 
 @triton.jit
-def codes(number, meets, keep, F: tl.constexpr, HALF: tl.constexpr):
+def codes(number, element_scale, keep, F: tl.constexpr, HALF: tl.constexpr):
     """The codes of float32 values under one scale, as bits to store."""
     KIND: tl.constexpr = F.kind
     Q: tl.constexpr = F.element
     if F.rule.kind == "power":
-        number = number * meets
+        number = number * element_scale
     else:
         number = as_float(as_bits(number) & keep)
-        number = number * meets if F.rule.kind == "reciprocal" else tl.div_rn(number, meets + number * 0.0)
+        number = (
+            number * element_scale if F.rule.kind == "reciprocal" else tl.div_rn(number, element_scale + number * 0.0)
+        )
     return code_with_nan(as_bits(number), Q).to(tl.uint8) if F.kind == "codes" else nearest(number, KIND, HALF)
 
 
@@ -224,8 +226,8 @@ def close(
     Q: tl.constexpr = F.element
     CONTAINER: tl.constexpr = F.container
     if F.rule is not None:
-        scale, meets, keep = new_scale(tl.load(most + AT), F)
-        code = codes(number, meets, keep, F, HALF)
+        scale, element_scale, keep = new_scale(tl.load(most + AT), F)
+        code = codes(number, element_scale, keep, F, HALF)
         tl.store(address(row, COLUMN, block * B, CONTAINER, ALIGNED) + index, code, mask=inside)
         keep_scale(row, COLUMN + 1, block, scale)
     elif F.tile == 0:
@@ -242,8 +244,8 @@ def close(
             over = expanded(tiles, scale[:, None], exponent[:, None], center[:, None])
             keep_beside(row, COLUMN + 1, start, group, there, scale)
         else:
-            _, scale, meets, keep = scales(tile_maxima(tiles, 1, F.tile), None, R, None)
-            over = over_scale(tiles, meets, keep, R)
+            _, scale, element_scale, keep = scales(tile_maxima(tiles, 1, F.tile), None, R, None)
+            over = over_scale(tiles, element_scale, keep, R)
             keep_beside(row, COLUMN + 1, start, group[:, None], there[:, None], scale)
         code = code_of(over, None, known, Q)
         code = tl.reshape(code.to(tl.uint8), (B,))

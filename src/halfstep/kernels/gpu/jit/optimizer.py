@@ -191,17 +191,17 @@ def advance(
         if W is not None:
             write_codes(row, most, block, index, inside, updated, weight, K, W, X, HALF, B)
         else:
-            drawn = None
+            random_bits = None
             if K.noisy:
                 low = tl.load(step + T.value.LOW).to(tl.int32, bitcast=True)
                 high = tl.load(step + T.value.HIGH).to(tl.int32, bitcast=True)
                 if K.spread:
                     run, own = tl.load(row + T.value.RUN), block * B + index
                     place = tl.load(row + T.value.START) + own // run * tl.load(row + T.value.STRIDE) + own % run
-                    drawn = noise_anywhere(low, high, place)
+                    random_bits = noise_anywhere(low, high, place)
                 else:
-                    drawn = noise(low, high, block * B, index)
-            stored, kept = kept_after(updated, full, stored, kept, drawn, MASTER, KIND, K.noisy, HALF)
+                    random_bits = noise(low, high, block * B, index)
+            stored, kept = kept_after(updated, full, stored, kept, random_bits, MASTER, KIND, K.noisy, HALF)
             tl.store(weight, stored, mask=inside)
             if KEPT_KIND is not None:
                 tl.store(address(row, T.value.KEPT, block * B, KEPT_KIND, K.aligned) + index, kept, mask=inside)
@@ -235,19 +235,19 @@ def write_codes(
         # Rounding is monotonic, so the largest value stays the largest.
         top = as_float(largest.to(tl.uint32, bitcast=True))
         if X is not None:
-            scale, meets, keep = new_scale(largest, X)
-            kept = codes(updated, meets, keep, X, HALF)
+            scale, element_scale, keep = new_scale(largest, X)
+            kept = codes(updated, element_scale, keep, X, HALF)
             keep_scale(row, T.value.KEPT_SCALE, block, scale)
             updated = values(kept, scale, X)
-            top = values(codes(top, meets, keep, X, HALF), scale, X)
+            top = values(codes(top, element_scale, keep, X, HALF), scale, X)
         else:
             kept = nearest(updated, KEPT_KIND, HALF)
             updated = as_float(widened(kept, KEPT_KIND))
             top = as_float(widened(nearest(top, KEPT_KIND, HALF), KEPT_KIND))
         tl.store(address(row, T.value.KEPT, block * B, KEPT_KIND, K.aligned) + index, kept, mask=inside)
         largest = as_bits(top).to(tl.int32, bitcast=True)
-    scale, meets, keep = new_scale(largest, W)
-    tl.store(weight, codes(updated, meets, keep, W, HALF), mask=inside)
+    scale, element_scale, keep = new_scale(largest, W)
+    tl.store(weight, codes(updated, element_scale, keep, W, HALF), mask=inside)
     keep_scale(row, T.value.WEIGHT_SCALE, block, scale)
 
 

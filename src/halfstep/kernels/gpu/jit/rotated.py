@@ -87,21 +87,25 @@ def block(
         if raised is not None:
             note(raised, amax)
         else:
-            kept, multiplier, meets, keep = scales_of(bits, amax, tensor_scale, R, E, 1, W)
-            drawn = None
+            kept, multiplier, element_scale, keep = scales_of(bits, amax, tensor_scale, R, E, 1, W)
+            random_bits = None
             if NOISE == "rows" and DOWN:
-                drawn = noise_of(low, high, ((left + place).to(tl.int64) * rows + top)[None, :], (row - top)[:, None])
+                random_bits = noise_of(
+                    low, high, ((left + place).to(tl.int64) * rows + top)[None, :], (row - top)[:, None]
+                )
             elif NOISE == "turned":
-                drawn = noise_anywhere(low, high, first + left + place[None, :])
+                random_bits = noise_anywhere(low, high, first + left + place[None, :])
             elif NOISE == "rows":
-                drawn = noise(low, high, top.to(tl.int64) * COLUMNS, (row - top)[:, None] * COLUMNS + place[None, :])
-            bits = over_scale(bits, meets, keep, R)
+                random_bits = noise(
+                    low, high, top.to(tl.int64) * COLUMNS, (row - top)[:, None] * COLUMNS + place[None, :]
+                )
+            bits = over_scale(bits, element_scale, keep, R)
             if TARGET is None:
                 strides = (columns // W, 1)
                 keep_scales(scale, kept, multiplier, top, left, rows, columns, strides, R, 1, W, "stored", False)
-                store_codes(out, code_of(bits, drawn, None, Q), first, row, left, rows, columns, Q, MASKED)
+                store_codes(out, code_of(bits, random_bits, None, Q), first, row, left, rows, columns, Q, MASKED)
             else:
-                made = values_of(bits, drawn, None, multiplier, tensor_scale, R, Q, TARGET, OUT, APART)
+                made = values_of(bits, random_bits, None, multiplier, tensor_scale, R, Q, TARGET, OUT, APART)
     if raised is None and (R is None or TARGET is not None):
         tl.store(out + lies, made, mask=inside if MASKED else None)
 
@@ -154,10 +158,10 @@ def copy(
     """Store codes and scales of a block of a matrix (rows, columns), in tiles along its rows."""
     row, place = top + tl.arange(0, bits.shape[0]), tl.arange(0, bits.shape[1])
     first = (row.to(tl.int64) * columns)[:, None]
-    stored, multiplier, meets, keep = scales(amax, tensor_scale, R, E)
-    drawn = noise_of(low, high, first + left, place[None, :]) if NOISY else None
+    stored, multiplier, element_scale, keep = scales(amax, tensor_scale, R, E)
+    random_bits = noise_of(low, high, first + left, place[None, :]) if NOISY else None
     keep_scales(scale, stored, multiplier, top, left, rows, columns, strides, R, 1, W, FORM, False)
-    code = code_of(over_scale(bits, meets, keep, R), drawn, None, Q)
+    code = code_of(over_scale(bits, element_scale, keep, R), random_bits, None, Q)
     store_codes(codes, code, first, row, left, rows, columns, Q, MASKED)
 
 

@@ -49,7 +49,7 @@ def tile_sums(numbers, H: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def over_scale(bits, meets, keep, R: tl.constexpr):
+def over_scale(bits, element_scale, keep, R: tl.constexpr):
     """The bits of a block's elements divided by the scale of their tile, by `elements.over`.
 
     With R.corrections, the division is by the reciprocal: from a quotient that is off by a few units in the last place,
@@ -65,10 +65,10 @@ def over_scale(bits, meets, keep, R: tl.constexpr):
     if keep is not None:
         keep = spread(keep, ROWS, COLUMNS)
     if R.corrections == 0 or R.kind == "power" or R.kind == "reciprocal":
-        made = over(bits, spread(meets, ROWS, COLUMNS), keep, R)
+        made = over(bits, spread(element_scale, ROWS, COLUMNS), keep, R)
     else:
-        power = as_float(((254 - tl.maximum(as_bits(meets) >> 23, 1)) << 23).to(tl.uint32))
-        divisor = meets * power
+        power = as_float(((254 - tl.maximum(as_bits(element_scale) >> 23, 1)) << 23).to(tl.uint32))
+        divisor = element_scale * power
         inverse = spread(tl.div_rn(-1.0, divisor), ROWS, COLUMNS)
         divisor = spread(divisor, ROWS, COLUMNS)
         bits = bits if keep is None else bits & keep
@@ -82,10 +82,10 @@ def over_scale(bits, meets, keep, R: tl.constexpr):
 
 
 @triton.jit
-def errors(bits, meets, keep, R: tl.constexpr):
+def errors(bits, element_scale, keep, R: tl.constexpr):
     """How far a block's elements are from their rounded values with these scales: float64."""
     NEAREST: tl.constexpr = R.nearest
-    scale, kept = spread(meets, bits.shape[0], bits.shape[1]), spread(keep, bits.shape[0], bits.shape[1])
+    scale, kept = spread(element_scale, bits.shape[0], bits.shape[1]), spread(keep, bits.shape[0], bits.shape[1])
     element = as_float(rounded(over(bits, scale, kept, R), None, NEAREST))
     return tl.abs(element.to(tl.float64) * scale.to(tl.float64) - as_float(bits).to(tl.float64))
 
@@ -94,14 +94,16 @@ def errors(bits, meets, keep, R: tl.constexpr):
 def scales_of(bits, amax, tensor_scale, R: tl.constexpr, E: tl.constexpr, H: tl.constexpr, W: tl.constexpr):
     """The `scales` of a block's tiles. If the rule has a second one, a tile takes that where its sum of errors, which
     is exact, is smaller (`quant.scaling.two_level.FourOverSix`)."""
-    stored, multiplier, meets, keep = scales(amax, tensor_scale, R, E)
+    stored, multiplier, element_scale, keep = scales(amax, tensor_scale, R, E)
     if R.second is not None:
         SECOND: tl.constexpr = R.second
-        second, its_multiplier, its_meets, its_keep = scales(amax, tensor_scale, SECOND, E)
-        worse = tile_sums(errors(bits, meets, keep, R) - errors(bits, its_meets, its_keep, R), H, W) > 0.0
+        second, its_multiplier, its_element_scale, its_keep = scales(amax, tensor_scale, SECOND, E)
+        worse = (
+            tile_sums(errors(bits, element_scale, keep, R) - errors(bits, its_element_scale, its_keep, R), H, W) > 0.0
+        )
         stored, multiplier = tl.where(worse, second, stored), tl.where(worse, its_multiplier, multiplier)
-        meets, keep = tl.where(worse, its_meets, meets), tl.where(worse, its_keep, keep)
-    return stored, multiplier, meets, keep
+        element_scale, keep = tl.where(worse, its_element_scale, element_scale), tl.where(worse, its_keep, keep)
+    return stored, multiplier, element_scale, keep
 
 
 @triton.jit
@@ -238,13 +240,13 @@ def store_codes(out, code, first, row, left, rows, columns, Q: tl.constexpr, MAS
 
 @triton.jit
 def values_of(
-    bits, drawn, known, multiplier, tensor_scale,
+    bits, random_bits, known, multiplier, tensor_scale,
     R: tl.constexpr, Q: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Elements rounded and multiplied by their tile's multiplier, and by the tensor's scale unless APART, as bits to
     store."""
     times = multiplier * tensor_scale if R.kind == "two_level" and not APART else multiplier
-    return written(value_of(bits, drawn, known, Q), spread(times, bits.shape[0], bits.shape[1]), R, OUT, TARGET)
+    return written(value_of(bits, random_bits, known, Q), spread(times, bits.shape[0], bits.shape[1]), R, OUT, TARGET)
 
 
 @triton.jit
@@ -260,7 +262,7 @@ def block(
     strips: tl.constexpr = H // ROWS if H > ROWS else 1
     if strips > 1:
         amax = largest_of(x, top, column, rows, columns, SOURCE, H, W, ROWS, MASKED)
-        stored, multiplier, meets, keep = scales(amax, tensor_scale, R, E)
+        stored, multiplier, element_scale, keep = scales(amax, tensor_scale, R, E)
         if TARGET is None:
             keep_scales(scale, stored, multiplier, top, left, rows, columns, strides, R, H, W, "stored", False)
     for strip in range(strips):
@@ -269,15 +271,15 @@ def block(
         bits = loaded(x, first, row, column, rows, columns, SOURCE, MASKED)
         if strips == 1:
             amax = largest_in(bits, found, row, column, rows, columns, H, W)
-            stored, multiplier, meets, keep = scales_of(bits, amax, tensor_scale, R, E, H, W)
+            stored, multiplier, element_scale, keep = scales_of(bits, amax, tensor_scale, R, E, H, W)
             if TARGET is None:
                 keep_scales(scale, stored, multiplier, top, left, rows, columns, strides, R, H, W, "stored", False)
-        drawn = noise_of(low, high, first + left, tl.arange(0, COLUMNS)[None, :]) if NOISY else None
-        bits = over_scale(bits, meets, keep, R)
+        random_bits = noise_of(low, high, first + left, tl.arange(0, COLUMNS)[None, :]) if NOISY else None
+        bits = over_scale(bits, element_scale, keep, R)
         if TARGET is None:
-            store_codes(out, code_of(bits, drawn, known, Q), first, row, left, rows, columns, Q, MASKED)
+            store_codes(out, code_of(bits, random_bits, known, Q), first, row, left, rows, columns, Q, MASKED)
         else:
-            made = values_of(bits, drawn, known, multiplier, tensor_scale, R, Q, TARGET, OUT, APART)
+            made = values_of(bits, random_bits, known, multiplier, tensor_scale, R, Q, TARGET, OUT, APART)
             store(out, made, first, row, left, rows, columns, 1, None, MASKED)
 
 
