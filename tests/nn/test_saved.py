@@ -210,7 +210,7 @@ def test_nothing_is_kept_where_nobody_asks_for_gradients(quiet):
     halfstep.apply(twin, FP8)
     with quiet():
         assert torch.equal(made(data()[0]), twin(data()[0]))
-    keeping = made[1].q._halfstep.keeping
+    keeping = made[1].q._halfstep.saved_codes
     assert not keeping._kept
 
 
@@ -430,8 +430,8 @@ def test_copies_pickles_and_the_way_back():
     expected = {name: grad.clone() for name, grad in gradients(None, made, apply=False).items()}
     for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert_same(gradients(None, other, apply=False), expected)
-        assert other[1].q._halfstep.keeping is not made[1].q._halfstep.keeping
-        assert other[1].q._halfstep.keeping is other[1].norm._halfstep.keeping
+        assert other[1].q._halfstep.saved_codes is not made[1].q._halfstep.saved_codes
+        assert other[1].q._halfstep.saved_codes is other[1].norm._halfstep.saved_codes
     assert list(made.state_dict()) == list(model().state_dict())
     halfstep.revert(made)
     assert_same(gradients(None, made, apply=False), gradients(None, model(), apply=False))

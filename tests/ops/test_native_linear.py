@@ -36,4 +36,4 @@ def test_sizes_and_devices_that_do_not_fit_take_the_usual_path(dense):
 def test_a_state_that_did_not_move_with_its_layer_is_an_error():
     quantizer = SPEC.states["input"]
     with pytest.raises(RecipeError, match=r"is on cpu, its operand is not: move whole modules"):
-        operand.yet_to_form(tensor(4, 4), quantizer.format, delayed, delayed.init("cpu"), True)
+        operand.factor_or_amax(tensor(4, 4), quantizer.format, delayed, delayed.init("cpu"), True)

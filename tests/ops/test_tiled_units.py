@@ -21,7 +21,7 @@ from halfstep.kernels.selftest import matrices
 from halfstep.kernels.selftest.case import outcome
 from halfstep.ops import sides
 from halfstep.ops.linear_passes import Rounded
-from halfstep.ops.sides import goes_both_ways, units_of
+from halfstep.ops.sides import goes_both_ways, tensor_cores_of
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import ROW, TENSOR, square
@@ -314,8 +314,8 @@ def traced(spec, rows, fan_in, fan_out):
         x, w = x.requires_grad_(), w.requires_grad_()
         sizes = {name: quantizer.stateful.init("meta").shape for name, quantizer in spec.states.items()}
         states = {name: torch.empty(size, device="cuda") for name, size in sizes.items()}
-        units = units_of(spec, x, w, torch.bfloat16)
-        inputs = (x, w, None, spec, states, True, None, None, None, False, units, torch.bfloat16, None)
+        cores = tensor_cores_of(spec, x, w, torch.bfloat16)
+        inputs = (x, w, None, spec, states, True, None, None, None, False, cores, torch.bfloat16, None)
         outputs = Rounded.forward(*inputs)
         context = Context()
         context.needs_input_grad = (True, True, False)

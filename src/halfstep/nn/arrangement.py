@@ -136,10 +136,10 @@ def find(
 
 
 def adopt_savers(model: nn.Module, saved: Saved, savers: Savers) -> None:
-    """Adopt the savers and give them one `Keeping`, so that a tensor that two modules save is encoded once."""
-    keeping = ops.Keeping(saved)
+    """Adopt the savers and give them one `SavedCodes`, so that a tensor that two modules save is encoded once."""
+    saved_codes = ops.SavedCodes(saved)
     for path, forward in savers.items():
         module = model.get_submodule(path)
-        own_part(module).keeping = keeping
+        own_part(module).saved_codes = saved_codes
         if forward is not None:
             adopt(module, forward)

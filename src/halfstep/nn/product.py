@@ -245,11 +245,11 @@ def product(
     own, states = part_of(module), states_and_key(module, part)
     spec, following = own.linear or multipliers_of(module), own.following
     if following is None:
-        return ops.linear(x, weight, bias, spec, states, False, channels, own.keeping)
+        return ops.linear(x, weight, bias, spec, states, False, channels, own.saved_codes)
     record, evaluates = following.modes(module)
     cached = following.cached
     used = weight if cached is None else cached.weight((module, part), weight, x, spec, states, record)
-    return ops.linear(x, used, bias, spec, states, record, channels, own.keeping, evaluates, following.last_input)
+    return ops.linear(x, used, bias, spec, states, record, channels, own.saved_codes, evaluates, following.last_input)
 
 
 def grouped_product(
@@ -262,7 +262,7 @@ def grouped_product(
         transposed: the parameter is (experts, in, out), not (experts, out, in).
     """
     own, spec = part_of(module), spec_of(module)
-    if own.stored or own.keeping is not None or not supports_grouped(spec, x):
+    if own.stored or own.saved_codes is not None or not supports_grouped(spec, x):
         return None
     weight = ops.values_of(getattr(module, name))
     if type(weight) not in (Tensor, Parameter):

@@ -14,7 +14,7 @@ from halfstep.nn.adopt import Shown, extend
 from halfstep.nn.scaling import PREFIX, states_of
 from halfstep.ops.few_rows import Reader, StoredWeight
 from halfstep.ops.linear_passes import product_dtype
-from halfstep.ops.operand import Operand, just_in_time, operand, stored
+from halfstep.ops.operand import Operand, operand, state_or_current, stored
 from halfstep.ops.part import part_of
 from halfstep.ops.places import Layout, rounded
 from halfstep.quant import Quantizer
@@ -94,11 +94,11 @@ def quantized_weight(module: Any, name: str, x: Tensor, expert: int | None = Non
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         whole, quantizer, flipped = getattr(module, name), own.spec.output.rhs, entry.transposed
         if entry.layout is not None:
-            state = just_in_time(whole, quantizer, states_of(module, entry.product).get("weight"))
+            state = state_or_current(whole, quantizer, states_of(module, entry.product).get("weight"))
             return rounded(whole, entry.layout, quantizer, dtype, state)
         plain = whole if expert is None else whole[expert]
         plain = plain.t() if flipped else plain
-        state = just_in_time(plain, quantizer, states_of(module, entry.product).get("weight"))
+        state = state_or_current(plain, quantizer, states_of(module, entry.product).get("weight"))
         matrix = operand(plain, quantizer, dtype, state)
     return matrix.t() if flipped else matrix
 

@@ -23,7 +23,7 @@ from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe import RECIPE, Origin
 
 
-_STAGED = ("linear", "attention", "keeping")
+_STAGED = ("linear", "attention", "saved_codes")
 """The attributes of a module's `Part` that may differ between stages."""
 
 

@@ -7,7 +7,7 @@ from halfstep.kernels.operator import amax_of
 from halfstep.ops.attention import attention, rounded_attention
 from halfstep.ops.casts import Quantized, decode, encode, fake_quantize, quantize, round_to
 from halfstep.ops.code_tensor import CodeTensor
-from halfstep.ops.codes import Keeping, decode_scaled, encode_scaled
+from halfstep.ops.codes import SavedCodes, decode_scaled, encode_scaled
 from halfstep.ops.convolution import Window, convolution
 from halfstep.ops.files import load_quantized, save_quantized
 from halfstep.ops.linear import linear, rounded_weight
@@ -20,7 +20,7 @@ from halfstep.quant.masters import Kept, Master
 
 
 __all__ = [
-    "CodeTensor", "Keeping", "Quantized", "RoundedWeight", "Window", "amax_of", "attention", "channel_scale",
+    "CodeTensor", "SavedCodes", "Quantized", "RoundedWeight", "Window", "amax_of", "attention", "channel_scale",
     "convolution", "decode", "decode_scaled", "encode", "encode_scaled", "fake_quantize", "follow",
     "is_native_available", "linear", "load_quantized", "matmul", "quantize", "round_to", "rounded_attention",
     "rounded_weight", "save_quantized", "scale_backward", "scale_forward",

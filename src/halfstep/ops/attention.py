@@ -193,5 +193,5 @@ def _product(lhs: Tensor, rhs: Tensor, matmul: Matmul, dtype: torch.dtype, seeds
 
 
 def _operand(x: Tensor, quantizer: Any, dtype: torch.dtype, seed: Seed | None) -> Operand:
-    made = operand(matrix(x), quantizer, dtype, units=False, seed=seed).widened(dtype)
+    made = operand(matrix(x), quantizer, dtype, in_8_bits=False, seed=seed).widened(dtype)
     return Operand(made.values.view(x.shape), made.scale)

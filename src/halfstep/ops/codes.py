@@ -162,7 +162,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Hook = Callable[[Any], Any]
 
 
-class Keeping:
+class SavedCodes:
     """A cache of the codes that one model's calls save for backward, keyed by the address of the tensor they encode.
 
     An entry is valid as long as the tensor's storage and the codes exist. A copy or pickle of it is empty.
@@ -185,7 +185,7 @@ class Keeping:
         state: Tensor | None,
         record: bool,
         seed: Seed | None,
-        units: bool,
+        in_8_bits: bool,
     ) -> tuple[Operand, Tensor]:
         """`ops.operand` of `rows` (x as a matrix), and the codes of its values.
 
@@ -195,8 +195,8 @@ class Keeping:
         key = None if place is None else (place, quantizer, dtype)
         found = self.find(key)
         if found is not None:
-            return Operand(of_codes(found["codes"], quantizer, dtype, units), found["scale"]), found["codes"]
-        made = operand(rows, quantizer, dtype, state, record, units=units, seed=seed, coded=True)
+            return Operand(of_codes(found["codes"], quantizer, dtype, in_8_bits), found["scale"]), found["codes"]
+        made = operand(rows, quantizer, dtype, state, record, in_8_bits=in_8_bits, seed=seed, coded=True)
         codes = made.codes
         if codes is None:
             in_codes = made.values.dtype in units_mm.DTYPES
@@ -280,8 +280,10 @@ class SavedTensor:
 
 
 class _Hooks:
-    def __init__(self, keeping: Keeping, storage: Storage, shape: torch.Size, outer: tuple[Hook, Hook] | None) -> None:
-        self._keeping, self._storage, self._shape = keeping, storage, shape
+    def __init__(
+        self, saved_codes: SavedCodes, storage: Storage, shape: torch.Size, outer: tuple[Hook, Hook] | None
+    ) -> None:
+        self._saved_codes, self._storage, self._shape = saved_codes, storage, shape
         self._outer = outer
         self._checkpoints = outer is not None and getattr(outer[0], "__module__", "") == checkpoint.__name__
         around = None if outer is None else getattr(outer[0], "__self__", None)
@@ -290,13 +292,13 @@ class _Hooks:
     def pack(self, x: Tensor) -> Any:
         if not self._takes(x):
             return SavedTensor(x) if self._outer is None else self._outer[0](x)
-        keeping, place = self._keeping, place_of(x)
+        saved_codes, place = self._saved_codes, place_of(x)
         key = None if place is None else (place, self._storage)
-        parts = keeping.find(key)
+        parts = saved_codes.find(key)
         if parts is None:
             parts = self._made(x.detach())
             if key is not None:
-                keeping.note(key, _Entry(x, parts))
+                saved_codes.note(key, _Entry(x, parts))
         packed = parts if self._part is None else {name: self._part(part) for name, part in parts.items()}
         return _Kept(packed, x.shape, x.dtype)
 
@@ -328,10 +330,10 @@ class _Hooks:
         return fits and x.numel() > 0 and 0 not in x.stride()
 
 
-def of_codes(codes: Tensor, quantizer: Quantizer, dtype: torch.dtype, units: bool) -> Tensor:
-    """The values of an operand with one scale, from its codes: an 8-bit view if `units` and native FP8 GEMMs take the
-    quantizer, else decoded in a dtype that holds them for a matmul in `dtype`."""
-    native, format = scaled_mm.outer_dtype(quantizer, codes.device) if units else None, quantizer.format
+def of_codes(codes: Tensor, quantizer: Quantizer, dtype: torch.dtype, in_8_bits: bool) -> Tensor:
+    """The values of an operand with one scale, from its codes: an 8-bit view if `in_8_bits` and native FP8 GEMMs take
+    the quantizer, else decoded in a dtype that holds them for a matmul in `dtype`."""
+    native, format = scaled_mm.outer_dtype(quantizer, codes.device) if in_8_bits else None, quantizer.format
     if native is not None:
         return codes.view(native)
     values = torch.empty(codes.shape, dtype=carrier(format.key, dtype), device=codes.device)

@@ -15,7 +15,7 @@ from halfstep.kernels.operator import unseen
 from halfstep.ops.function import Once, apart, once, run
 from halfstep.ops.linear import linear
 from halfstep.ops.linear_passes import States, product_dtype
-from halfstep.ops.operand import Operand, just_in_time, kept, scale_of
+from halfstep.ops.operand import Operand, kept, scale_of, state_or_current
 from halfstep.ops.part import seeds_of
 from halfstep.ops.places import derivative, filters, places, rounded
 from halfstep.ops.plain import Factors
@@ -267,7 +267,7 @@ def _infer(x: Tensor, weight: Operand, bias: Tensor | None, window: Window, spec
         )
     dtype, quantizer = product_dtype(x), spec.output.lhs
     with torch.autocast(x.device.type, enabled=False):
-        state = just_in_time(x, quantizer, states.get("input"))
+        state = state_or_current(x, quantizer, states.get("input"))
         lhs = rounded(x, places(window.groups), quantizer, dtype, state, seed=seeds_of(states, x, spec.output)[0].lhs)
         weight = weight.times(window.multiplier(spec.output, x.shape, weight.values.shape), dtype)
         return _product(window.apply, lhs, weight, bias, dtype)

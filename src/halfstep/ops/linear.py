@@ -11,16 +11,25 @@ from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import scaled_mm
 from halfstep.kernels.operator import unseen
 from halfstep.ops.casts import operand_dtype
-from halfstep.ops.codes import Keeping
+from halfstep.ops.codes import SavedCodes
 from halfstep.ops.few_rows import StoredWeight, from_codes
 from halfstep.ops.function import LastInput, Once, cast_once, no_autocast, once, run
 from halfstep.ops.linear_passes import Rounded, RoundedSides, RoundedWeight, States, bias_gradient, product_dtype
 from halfstep.ops.native import Native, native_layer
-from halfstep.ops.operand import Operand, just_in_time, operand, signs_of
+from halfstep.ops.operand import Operand, operand, signs_of, state_or_current
 from halfstep.ops.parallel import parallel_linear
 from halfstep.ops.part import seeds_of
 from halfstep.ops.plain import factors_of, matrix, plain, unflatten
-from halfstep.ops.sides import NO_UNITS, Side, Units, both_sides, forward_product, product_of, side, units_of
+from halfstep.ops.sides import (
+    NO_TENSOR_CORES,
+    Side,
+    TensorCores,
+    both_sides,
+    forward_product,
+    product_of,
+    side,
+    tensor_cores_of,
+)  # fmt: skip
 from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import arrived, check_plain, foreign
 from halfstep.quant import TENSOR, Quantizer
@@ -42,7 +51,7 @@ def linear(
     states: States | None = None,
     record: bool = False,
     channels: Tensor | None = None,
-    keeping: Keeping | None = None,
+    saved_codes: SavedCodes | None = None,
     evaluates: bool = False,
     last: LastInput | None = None,
 ) -> Tensor:
@@ -60,7 +69,7 @@ def linear(
         record: raise the amaxes of this step in the states. False in evaluation, which must not change them.
         channels: powers of two (in), by which x was multiplied channel by channel. The rounded x is divided by them,
             which is exact; the weight is rounded as it is.
-        keeping: set where the recipe saves `operands` in few bits: the codes of x are saved for backward, and the
+        saved_codes: set where the recipe saves `operands` in few bits: the codes of x are saved for backward, and the
             weight is rounded again.
         evaluates: the model is in evaluation mode, where matmuls of few rows sum in an order of their own
             (`ops.few_rows`).
@@ -88,7 +97,7 @@ def linear(
         if hasattr(weight, "device_mesh"):
             beside = (
                 (channels, "scales of channels"),
-                (keeping, "operands kept in few bits"),
+                (saved_codes, "operands kept in few bits"),
                 (once_for_all, "a weight rounded once"),
             )
             other = next((what for given, what in beside if given is not None), None)
@@ -97,23 +106,24 @@ def linear(
             check_plain(weight)
         if type(x) is not Tensor:
             x = arrived(x)
-        if keeping is not None:
+        if saved_codes is not None:
             held = has_memory(x, or_fake=True)  # torch.compile and torch.func choose the saved tensors themselves
-            keeping = keeping if held and keeping.saved.operands and torch.is_grad_enabled() else None
-        alike = keeping is None and spec.rounds_input_alike
+            saved_codes = saved_codes if held and saved_codes.saved.operands and torch.is_grad_enabled() else None
+        alike = saved_codes is None and spec.rounds_input_alike
         last = last if alike and has_memory(x, or_fake=True) and not x.is_leaf else None
         dtype = product_dtype(x)
-        units = units_of(spec, x, weight, dtype) if scaled_mm.may_have_tensor_cores(x.device) else NO_UNITS
+        may_be_native = scaled_mm.may_have_tensor_cores(x.device)
+        cores = tensor_cores_of(spec, x, weight, dtype) if may_be_native else NO_TENSOR_CORES
         if channels is not None:  # no tensor core divides by powers of two channel by channel
-            units = Units(there=units.there)
+            cores = TensorCores(in_8_bits=cores.in_8_bits)
         elif not torch.is_grad_enabled():
-            units = Units(units.output, there=units.there)
-        if len(units.both) == 3 and keeping is None and x.requires_grad:
+            cores = TensorCores(cores.output, in_8_bits=cores.in_8_bits)
+        if len(cores.both) == 3 and saved_codes is None and x.requires_grad:
             native = native_layer(spec, x, weight, dtype) if weight.requires_grad else None
             if native is not None:
                 given = states or {}, record, once_for_all, last
                 return run(Native, x, weight, bias, native, *given)[0]  # type: ignore[no-any-return]
-        options = spec, states or {}, record, channels, once_for_all, keeping, evaluates, units, dtype, last
+        options = spec, states or {}, record, channels, once_for_all, saved_codes, evaluates, cores, dtype, last
         return run(Rounded, x, weight, bias, *options)[0]  # type: ignore[no-any-return]
     if channels is not None:
         x = x * channels.reciprocal().to(x.dtype)
@@ -152,7 +162,8 @@ def rounded_weight(
     check_plain(weight)
     seeds, later_seeds = seeds_of(states, weight if like is None else like, spec.output, spec.grad_input)
     state, at = (states or {}).get("weight"), weight.detach()
-    units = units_of(spec, weight, weight, dtype) if scaled_mm.may_have_tensor_cores(weight.device) else NO_UNITS
+    may_be_native = scaled_mm.may_have_tensor_cores(weight.device)
+    cores = tensor_cores_of(spec, weight, weight, dtype) if may_be_native else NO_TENSOR_CORES
 
     @torch.no_grad()
     def form() -> tuple[Side, Side, tuple[Tensor | None, Tensor | None]]:
@@ -160,7 +171,7 @@ def rounded_weight(
             signs = signs_of(spec.output, at, at, seeds.signs)
             later = signs_of(spec.grad_input, at, at, later_seeds.signs)
             first, second = spec.output.rhs, spec.grad_input.rhs
-            if "weight" in units.both and first is not None:
+            if "weight" in cores.both and first is not None:
                 return *both_sides(at, first, dtype, state, record, given=(seeds.rhs, seeds.rhs)), (signs, later)
             output = operand(at, first, dtype, state, record, signs, seed=seeds.rhs)
             if "weight" not in spec.rerounded or not backward:
@@ -195,7 +206,7 @@ def _infer(
         sizes = len(rows), rows.shape[1], weight.shape[0]
         coded = scaled_mm.takes(product.lhs, weight.quantizer, sizes, dtype, x.device, product.multiplier is not None)
     with no_autocast(x):
-        state = just_in_time(rows, product.lhs, states.get("input"))
+        state = state_or_current(rows, product.lhs, states.get("input"))
         lhs = side(rows, product.lhs, dtype, state, coded=coded, seed=seeds_of(states, x, product)[0].lhs)
         if channels is not None:
             assert isinstance(lhs, Operand)

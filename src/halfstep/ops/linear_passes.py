@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep.kernels.cpu.clamp_operators import estimate
 from halfstep.kernels.operator import unseen
-from halfstep.ops.codes import Keeping, of_codes
+from halfstep.ops.codes import SavedCodes, of_codes
 from halfstep.ops.function import LastInput, Once, apart, no_autocast, once
 from halfstep.ops.operand import Operand, factor_in_use, kept, operand, signs_of
 from halfstep.ops.part import Seeds, seeds_of
@@ -19,7 +19,7 @@ from halfstep.ops.sides import (
     Kept,
     Rest,
     Side,
-    Units,
+    TensorCores,
     both_sides,
     folded,
     forward_product,
@@ -116,14 +116,14 @@ class Rounded(Once):
         record: bool,
         channels: Tensor | None,
         rounded: RoundedSides | None,
-        keeping: Keeping | None,
+        saved_codes: SavedCodes | None,
         evaluates: bool,
-        units: Units,
+        cores: TensorCores,
         dtype: torch.dtype,
         last: LastInput | None,
     ) -> tuple[Tensor | None, ...]:
         rows, codes = x if x.dim() == 2 else matrix(x), None
-        saved = spec.input_codes if keeping is not None and weight.requires_grad else None
+        saved = spec.input_codes if saved_codes is not None and weight.requires_grad else None
         (seeds,) = seeds_of(states, x, spec.output) if spec.draws else _NO_SEEDS
         signs = None
         if spec.rotates:
@@ -131,15 +131,15 @@ class Rounded(Once):
         lhs: Side
         rhs: Side
         x_later = weight_later = None
-        both = "input" in units.both and weight.requires_grad
-        found = None if last is None else last.find(x, key := (spec, units, dtype, both))
+        both = "input" in cores.both and weight.requires_grad
+        found = None if last is None else last.find(x, key := (spec, cores, dtype, both))
         with no_autocast(x):
             with unseen():
                 if found is not None:
                     lhs, x_later = found
-                elif keeping is not None and saved is not None:
+                elif saved_codes is not None and saved is not None:
                     state = states.get("input")
-                    lhs, codes = keeping.operand(x, rows, saved, dtype, state, record, seeds.lhs, units.there)
+                    lhs, codes = saved_codes.operand(x, rows, saved, dtype, state, record, seeds.lhs, cores.in_8_bits)
                 elif both:
                     later = signs_of(spec.grad_weight, x, weight)
                     twice = seeds.lhs, seeds.lhs
@@ -148,22 +148,22 @@ class Rounded(Once):
                     given = spec.output.lhs, dtype, states.get("input"), record, signs, 1
                     lhs = (
                         side(rows, *given, True, seeds.lhs)
-                        if units.output
-                        else operand(rows, *given, units.there, seeds.lhs)
+                        if cores.output
+                        else operand(rows, *given, cores.in_8_bits, seeds.lhs)
                     )
                 if last is not None and found is None:
                     last.note(x, key, (lhs, x_later))
                 if rounded is not None:
                     rhs = rounded.output
-                elif "weight" in units.both and x.requires_grad:
+                elif "weight" in cores.both and x.requires_grad:
                     twice, state = (seeds.rhs, seeds.rhs), states.get("weight")
                     rhs, weight_later = both_sides(weight, spec.output.rhs, dtype, state, record, given=twice)
                 else:
                     given = spec.output.rhs, dtype, states.get("weight"), record, signs, 1
                     rhs = (
                         side(weight, *given, True, seeds.rhs)
-                        if units.output
-                        else operand(weight, *given, units.there, seeds.rhs)
+                        if cores.output
+                        else operand(weight, *given, cores.in_8_bits, seeds.rhs)
                     )
             over = lhs if channels is None or not isinstance(lhs, Operand) else lhs.over(channels, dtype)
             sizes = spec.output, rows.shape[1]
@@ -175,7 +175,7 @@ class Rounded(Once):
             # Save the forward's operand if a backward matmul takes the same one, else the unrounded tensor.
             x_kept = _kept(lhs, x_later, rows, spec.grad_weight.rhs, "input" in spec.rerounded, dtype)
             alone = isinstance(rhs, Coded) and weight_later is None  # codes that no backward matmul takes
-            again = rounded is not None or ((alone or keeping is not None) and _rounds_again(weight, spec))
+            again = rounded is not None or ((alone or saved_codes is not None) and _rounds_again(weight, spec))
             weight_kept: Kept = (None, None, None)
             if not again:
                 weight_kept = _kept(rhs, weight_later, weight, spec.grad_input.rhs, "weight" in spec.rerounded, dtype)
@@ -204,10 +204,10 @@ class Rounded(Once):
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         """Save the tensors and options that the backward reads."""
-        x, weight, bias, spec, states, record, channels, rounded, keeping, _, units, dtype, _ = inputs
+        x, weight, bias, spec, states, record, channels, rounded, saved_codes, _, cores, dtype, _ = inputs
         anchor, kept = output[1], list(output[2:])
         kept[0], kept[3] = x if kept[0] is None else kept[0], weight if kept[3] is None else kept[3]
-        again = (keeping is not None or units.output) and kept[3] is weight
+        again = (saved_codes is not None or cores.output) and kept[3] is weight
         if not weight.requires_grad:  # only the weight's gradient reads x
             kept[:3], kept[6:9] = _NOTHING_LEFT
         if not x.requires_grad:
@@ -215,7 +215,7 @@ class Rounded(Once):
         ctx.set_materialize_grads(False)
         estimated = weight if spec.estimates else None
         dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.layer = _Layer(spec, states, record, dtype, x.shape, dtypes, rounded, again, units)
+        ctx.layer = _Layer(spec, states, record, dtype, x.shape, dtypes, rounded, again, cores)
         ctx.save_for_backward(anchor, channels, estimated, *kept)
 
     @staticmethod
@@ -238,7 +238,7 @@ class _Layer(NamedTuple):
     rounded: RoundedSides | None
     again: bool
     """Whether the backward rounds the weight again."""
-    units: Units
+    cores: TensorCores
 
 
 def _form(
@@ -256,7 +256,7 @@ def _form(
         kept: values or codes with their scales (`sides.Kept`) of x, then of the weight; then the parts of their
             remainders (`sides.Rest`), in the same order.
     """
-    spec, states, record, dtype, shape, dtypes, rounded, again, units = layer
+    spec, states, record, dtype, shape, dtypes, rounded, again, cores = layer
     of_x, of_weight, x_rest, weight_rest = kept[:3], kept[3:6], kept[6:9], kept[9:]
     rows = grad if grad.dim() == 2 else matrix(grad)
     grad_x = grad_weight = grad_bias = None
@@ -274,16 +274,18 @@ def _form(
             signs = None
             if spec.rotates:
                 signs = rounded.signs[1] if rounded is not None else signs_of(first, rows, weight, seeds.signs)
-            if needs[1] and "grad_output" in units.both:
+            if needs[1] and "grad_output" in cores.both:
                 turned, given = signs_of(second, rows, weight, again_seeds.signs), (seeds.lhs, again_seeds.lhs)
                 lhs, later = both_sides(rows, first.lhs, dtype, state, record, turned, given)
             elif not before:
-                lhs = side(rows, first.lhs, dtype, state, record, signs, 1, units.grad_input, seeds.lhs, units.there)
+                lhs = side(
+                    rows, first.lhs, dtype, state, record, signs, 1, cores.grad_input, seeds.lhs, cores.in_8_bits
+                )
             rhs = None if rounded is None else rounded.grad_input
-            if rhs is None and units.there:
+            if rhs is None and cores.in_8_bits:
                 rhs = restored_side(of_weight, first.rhs, dtype)
             if rhs is None and (again or "weight" in spec.rerounded):
-                options = units.grad_input, seeds.rhs, units.there
+                options = cores.grad_input, seeds.rhs, cores.in_8_bits
                 rhs = side(weight, first.rhs, dtype, None, False, signs, 0, *options)
             elif rhs is None:
                 rest = None if weight_rest[0] is None else restored(weight_rest, weight.shape[1])
@@ -302,10 +304,10 @@ def _form(
             if later is not None:
                 lhs = later
             elif not after and (lhs is None or before or "grad_output" in spec.rerounded):
-                options = units.grad_weight, again_seeds.lhs, units.there
+                options = cores.grad_weight, again_seeds.lhs, cores.in_8_bits
                 lhs = side(rows, second.lhs, dtype, state, record, signs, 0, *options)
-            known = restored_side(of_x, second.rhs, dtype) if units.there else None
-            rhs = _input(x, of_x, x_rest, spec, dtype, signs, units, again_seeds.rhs) if known is None else known
+            known = restored_side(of_x, second.rhs, dtype) if cores.in_8_bits else None
+            rhs = _input(x, of_x, x_rest, spec, dtype, signs, cores, again_seeds.rhs) if known is None else known
             if channels is not None:
                 assert isinstance(rhs, Operand)
                 rhs = rhs.over(channels, dtype)
@@ -325,15 +327,15 @@ def _form(
 
 def _input(
     x: Tensor, of_x: tuple[Tensor | None, ...], rest: Rest, spec: LinearSpec, dtype: torch.dtype,
-    signs: Tensor | None, units: Units, seed: Seed | None,
+    signs: Tensor | None, cores: TensorCores, seed: Seed | None,
 ) -> Side:  # fmt: skip
     """The input's operand for the weight gradient's matmul, from what was saved: its codes, rounded values, or x."""
     x = x if x.dim() == 2 else matrix(x)
     if x.dtype == torch.uint8:
         assert spec.input_codes is not None
-        x = of_codes(x, spec.input_codes, dtype, units.there)
+        x = of_codes(x, spec.input_codes, dtype, cores.in_8_bits)
     if "input" in spec.rerounded:
-        return side(x, spec.grad_weight.rhs, dtype, None, False, signs, 0, units.grad_weight, seed, units.there)
+        return side(x, spec.grad_weight.rhs, dtype, None, False, signs, 0, cores.grad_weight, seed, cores.in_8_bits)
     return Operand(x, of_x[1], None if rest[0] is None else restored(rest, x.shape[1]))
 
 

@@ -31,7 +31,7 @@ from halfstep.kernels.units_mm import (
 from halfstep.ops.casts import operand_dtype, seed_of
 from halfstep.ops.function import LastInput, Once, no_autocast, once
 from halfstep.ops.linear_passes import RoundedSides, States, bias_gradient
-from halfstep.ops.operand import yet_to_form
+from halfstep.ops.operand import factor_or_amax
 from halfstep.ops.part import seeds_of
 from halfstep.ops.plain import matrix, unflatten
 from halfstep.quant import Quantizer
@@ -195,7 +195,7 @@ class Rounding:
         one, other = (torch.empty(shape, dtype=self._dtype, device=self._device) for shape in self._shapes)
         if self.kind is TENSORS:
             scale = torch.empty((), dtype=torch.float32, device=self._device)
-            factor, amax, found = yet_to_form(x, self._quantizer.format, self._rule, state, record, zeros)
+            factor, amax, found = factor_or_amax(x, self._quantizer.format, self._rule, state, record, zeros)
             self._both(x, (one, scale, None), (other, scale, None), found, None, factor, amax)
             return Side(one, self.kind, scale), Side(other, self.kind, scale)
         filled = None
@@ -244,7 +244,7 @@ class NativeLayer(NamedTuple):
 
 def native_layer(spec: LinearSpec, x: Tensor, weight: Tensor, dtype: torch.dtype) -> NativeLayer | None:
     """The prepared kernels of a layer whose three matmuls, with results in `dtype`, run on tensor cores, each operand
-    rounded once for both of its matmuls (`Units.both`).
+    rounded once for both of its matmuls (`TensorCores.both`).
 
     None if no kernel takes x or the weight with its strides; if the spec has more than rounding, a stochastic gradient
     and a rotation of the weight gradient's operands; or if shapes or devices do not match: the usual path reports that.

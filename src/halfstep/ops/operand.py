@@ -68,7 +68,7 @@ def factor_of(
     return factor, None
 
 
-def yet_to_form(
+def factor_or_amax(
     x: Tensor, format: Format, rule: Scaling, state: Tensor | None, record: bool, zero: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(factor, amax, found) for a kernel that can compute the factor itself (`kernels.gpu.layouts.codes`).
@@ -107,7 +107,7 @@ def factor_in_use(x: Tensor, quantizer: Quantizer, state: Tensor | None) -> Tens
     return None if quantizer.stateful is None else factor_of(x, quantizer.format, quantizer.stateful, state, False)[0]
 
 
-def just_in_time(x: Tensor, quantizer: Quantizer | None, state: Tensor | None) -> Tensor | None:
+def state_or_current(x: Tensor, quantizer: Quantizer | None, state: Tensor | None) -> Tensor | None:
     """The given state; if None and the scaling is stateful, the state after one step of `x` alone."""
     if state is None and quantizer is not None and quantizer.stateful is not None:
         return quantizer.stateful.after(amax_of(x), quantizer.format)
@@ -198,7 +198,7 @@ def operand(
     record: bool = False,
     signs: Tensor | None = None,
     dim: int = 1,
-    units: bool = True,
+    in_8_bits: bool = True,
     seed: Seed | None = None,
     coded: bool = False,
 ) -> Operand:
@@ -210,7 +210,7 @@ def operand(
         state: the state of a stateful scaling (`quant.scaling.delayed`).
         record: raise the state's amax to max |x|.
         signs: of a Hadamard transform (`quant.rotate`) of the shared dimension, `dim`, before rounding; or None.
-        units: FP8 tensor cores may compute the matmul: keep 8-bit values if they take one scale a tensor or a row.
+        in_8_bits: FP8 tensor cores may compute the matmul: keep 8-bit values if they take one scale a tensor or a row.
         seed: of stochastic rounding; None draws it from torch's default generator.
         coded: also return the codes of the values, if a kernel writes both.
     """
@@ -229,10 +229,10 @@ def operand(
         return Operand(values(x, quantizer, seed, dtype=carrier(format.key, dtype)))
     if quantizer.inner is not None:
         part = x.to(torch.promote_types(x.dtype, torch.float32)) * scales.rule.part
-        return over(operand(part, quantizer.inner, dtype, units=False, seed=seed), scales.rule.part)
+        return over(operand(part, quantizer.inner, dtype, in_8_bits=False, seed=seed), scales.rule.part)
     if quantizer.by_rows:
         return Operand(*rounded_rows(x, quantizer, None, _row_dtype(quantizer, dtype, x.device), seed))
-    native = scaled_mm.outer_dtype(quantizer, x.device) if units else None
+    native = scaled_mm.outer_dtype(quantizer, x.device) if in_8_bits else None
     if scales.tile == TENSOR:
         into = carrier(format.key, dtype) if native is None else native
         read = x if state is None else state
@@ -300,7 +300,7 @@ def _clamped(
     if plain.by_rows:
         made = Operand(*rounded_rows(x, plain, bounds, _row_dtype(plain, dtype, x.device), seed))
     else:
-        made = operand(operators.clamped(x, bounds), plain, dtype, state, record, units=False, seed=seed)
+        made = operand(operators.clamped(x, bounds), plain, dtype, state, record, in_8_bits=False, seed=seed)
     return replace(made, remainder=remainder(x, clamp, bounds)) if clamp.compensation else made
 
 
@@ -406,7 +406,7 @@ def stored(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> Quan
     quantizer = quantizer.plain
     if quantizer.stateful is None:
         return _known(quantize(x, replace(quantizer, outliers=None) if is_whole(quantizer) else quantizer))
-    rounded = operand(x, quantizer, torch.float32, just_in_time(x, quantizer, state)).widened(torch.float32)
+    rounded = operand(x, quantizer, torch.float32, state_or_current(x, quantizer, state)).widened(torch.float32)
     codes = quantize(rounded.values, Quantizer(quantizer.format)).codes
     assert rounded.scale is not None
     tensors = {"codes": codes, "scale": rounded.scale.view(1, 1)}

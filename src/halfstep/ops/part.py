@@ -24,8 +24,8 @@ class Part:
     """The quantizers and multipliers of the operands of the module's three matmuls."""
     attention: AttentionSpec | None = None
     """The quantizers of the operands of attention's two matmuls."""
-    keeping: Any = None
-    """The model's `ops.Keeping`, if tensors of this module are saved for backward in few bits."""
+    saved_codes: Any = None
+    """The model's `ops.SavedCodes`, if tensors of this module are saved for backward in few bits."""
     stored: dict[str, Any] = field(default_factory=dict)
     """If quantized for inference, its weights by name: `nn.quantized_weights.Stored` if as codes, else `Weight`."""
     adapts: bool = False

@@ -21,7 +21,7 @@ from halfstep.kernels.operators import rotate
 from halfstep.kernels.scaled_mm import Tiles
 from halfstep.ops.casts import Quantized, carrier, quantize, round_scaled, seed_of
 from halfstep.ops.few_rows import StoredWeight, few_rows_product
-from halfstep.ops.operand import Operand, decoded, factor_of, operand, scale_of, yet_to_form
+from halfstep.ops.operand import Operand, decoded, factor_of, factor_or_amax, operand, scale_of
 from halfstep.ops.plain import matmul
 from halfstep.ops.remainder import Remainder
 from halfstep.quant import TENSOR, Quantizer, layout
@@ -146,43 +146,45 @@ Kept = tuple[Tensor | None, Tensor | None, Tensor | None]
 # ---- matmuls on tensor cores -----------------------------------------------------------------------------------------
 
 
-class Units(NamedTuple):
+class TensorCores(NamedTuple):
     """Which matmuls of a linear layer a GPU's FP8 or FP4 tensor cores compute."""
 
     output: bool = False
     grad_input: bool = False
     grad_weight: bool = False
-    there: bool = True
-    """Whether the device may have such tensor cores: then operands with one scale are stored in 8 bits."""
+    in_8_bits: bool = True
+    """Whether operands with one scale are stored in 8 bits, since the device may have such tensor cores."""
     both: frozenset[str] = frozenset()
     """The tensors (`input`, `weight`, `grad_output`) that `both_sides` rounds for both of their matmuls at once."""
 
 
-NO_UNITS = Units(there=False)
+NO_TENSOR_CORES = TensorCores(in_8_bits=False)
 _MOST = 4096
 """The entries of a spec's cache `known` at which it is cleared: batches may have any number of rows."""
 
 
-def units_of(spec: LinearSpec, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Units:
+def tensor_cores_of(spec: LinearSpec, x: Tensor, weight: Tensor, dtype: torch.dtype) -> TensorCores:
     """Which matmuls of a layer with x (..., in) and weight (out, in) tensor cores compute, with results in `dtype`."""
     rows, sizes = x.numel() // max(x.shape[-1], 1), tuple(weight.shape)
     if not has_memory(x):
-        return _units_of(spec, rows, sizes, dtype, x.device)
+        return _tensor_cores_of(spec, rows, sizes, dtype, x.device)
     key = rows, sizes, dtype, x.device, scaled_mm.capability(x.device)
     if key not in spec.known:
         if len(spec.known) >= _MOST:
             spec.known.clear()
-        spec.known[key] = _units_of(spec, rows, sizes, dtype, x.device)
+        spec.known[key] = _tensor_cores_of(spec, rows, sizes, dtype, x.device)
     return spec.known[key]  # type: ignore[no-any-return]
 
 
-def _units_of(spec: LinearSpec, rows: int, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Units:
+def _tensor_cores_of(
+    spec: LinearSpec, rows: int, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> TensorCores:
     across, shared = sizes
-    output = on_units(spec.output, rows, shared, across, dtype, device)
-    grad_input = on_units(spec.grad_input, rows, across, shared, dtype, device)
+    output = on_tensor_cores(spec.output, rows, shared, across, dtype, device)
+    grad_input = on_tensor_cores(spec.grad_input, rows, across, shared, dtype, device)
     if "weight" not in spec.rerounded and not output and grad_input and spec.grad_input.rhs is not None:
         grad_input = not units_mm.is_tiled(spec.grad_input.rhs)  # it takes the forward's operand, which has no codes
-    grad_weight = on_units(spec.grad_weight, across, rows, shared, dtype, device)
+    grad_weight = on_tensor_cores(spec.grad_weight, across, rows, shared, dtype, device)
     between, first, second, third = spec.grad_input.rhs, spec.output, spec.grad_input, spec.grad_weight
     alone = between is None or between.rounding != "stochastic"
     both = {
@@ -190,10 +192,12 @@ def _units_of(spec: LinearSpec, rows: int, sizes: tuple[int, ...], dtype: torch.
         "weight": output and grad_input and goes_both_ways(first, second, first.rhs, second.rhs),
         "grad_output": grad_input and grad_weight and goes_both_ways(second, third, second.lhs, third.lhs, alone),
     }
-    return Units(output, grad_input, grad_weight, both=frozenset(name for name, made in both.items() if made))
+    return TensorCores(output, grad_input, grad_weight, both=frozenset(name for name, made in both.items() if made))
 
 
-def on_units(product: Matmul, rows: int, shared: int, across: int, dtype: torch.dtype, device: torch.device) -> bool:
+def on_tensor_cores(
+    product: Matmul, rows: int, shared: int, across: int, dtype: torch.dtype, device: torch.device
+) -> bool:
     """Whether the device's tensor cores compute a matmul (rows, shared) times (shared, across)."""
     if product.accumulate is not None or not scaled_mm.may_have_tensor_cores(device):
         return False
@@ -214,13 +218,13 @@ def side(
     dim: int = 1,
     coded: bool = False,
     seed: Seed | None = None,
-    units: bool = True,
+    in_8_bits: bool = True,
 ) -> Side:
     """The matrix x, rounded, as one operand of a matmul that sums over dimension `dim`, along which the quantizer's
     tiles lie: a `Coded` if tensor cores compute the matmul (`coded`) and scales are of tiles, else `ops.operand`."""
     if quantizer is None or not coded or not units_mm.is_tiled(quantizer):
         down = quantizer if quantizer is None or dim else quantizer.down
-        return operand(x, down, dtype, state, record, signs, dim, units, seed)
+        return operand(x, down, dtype, state, record, signs, dim, in_8_bits, seed)
     if signs is not None:
         plain = quantizer.plain
         constants = gpu_rotated.constants(x := x.contiguous(), signs, dim, plain, turned=True) if here(x) else None
@@ -260,7 +264,7 @@ def both_sides(
         native = units_mm.dtype_of(quantizer.format)
         assert native is not None
         if here(x) and layouts.constants(x, quantizer, scale_given=True) is not None:
-            formed = yet_to_form(x, quantizer.format, scales.rule, state, record)
+            formed = factor_or_amax(x, quantizer.format, scales.rule, state, record)
             one, other, scale = layouts.codes(x, quantizer, seed_of(quantizer.rounding, given[0], x.device), *formed)
             return Operand(one.view(native), scale), Operand(other.view(native).t(), scale)
         factor, amax = factor_of(x, quantizer.format, scales.rule, state, record)

@@ -24,12 +24,12 @@ def kept(module: nn.Module, x: Any) -> tuple[Storage | None, AbstractContextMana
     In a traced graph, where no hooks run: the storage to round x by, else None. Outside of one: a context whose
     saved-tensor hooks do it.
     """
-    keeping: ops.Keeping | None = part_of(module).keeping
-    if keeping is None or keeping.saved.nonlinear is None or not isinstance(x, Tensor):
+    saved_codes: ops.SavedCodes | None = part_of(module).saved_codes
+    if saved_codes is None or saved_codes.saved.nonlinear is None or not isinstance(x, Tensor):
         return None, nullcontext()
     if not torch.compiler.is_compiling():
-        return None, keeping.around(x)
-    return keeping.saved.nonlinear if torch.is_grad_enabled() else None, nullcontext()
+        return None, saved_codes.around(x)
+    return saved_codes.saved.nonlinear if torch.is_grad_enabled() else None, nullcontext()
 
 
 def fits(module: nn.Module) -> bool:
