@@ -1,4 +1,4 @@
-"""Accounts against the same step on real tensors, for every recipe on three architectures."""
+"""`account`'s byte counts against `measure_step` on real tensors, for every recipe on three architectures."""
 
 import gc
 import itertools
@@ -49,7 +49,7 @@ SUBJECTS = {
 
 
 def real(subject, recipe, optimizer="adamw"):
-    """The model, its optimizer, and the bytes of a step on real tensors, the second: the first one compiles kernels."""
+    """The model, its optimizer, and the bytes of its second step on real tensors (the first step compiles kernels)."""
     torch.manual_seed(0)
     model = subject.build()
     model, low_bit, scaler = halfstep.prepare(model, OPTIMIZERS[optimizer](model.parameters()), recipe, generator=0)
@@ -69,7 +69,7 @@ def persistent(bytes):
 
 
 def saved(bytes):
-    """Kernels write where no operator sees from what: on real tensors copies of weights are among the activations."""
+    """Bytes saved for backward. On real tensors, weight copies that kernels write are measured as activations."""
     return bytes.compute_copies + bytes.activations
 
 
@@ -78,25 +78,25 @@ def saved(bytes):
     ("recipe", "kind"),
     slow_unless(in_turn(STORED, [*SUBJECTS]).__contains__, itertools.product(EVERY, SUBJECTS)),
 )
-def test_accounts_equal_what_is_measured(recipe, kind):
+def test_account_equals_measured_step(recipe, kind):
     unfit = recipe in SMOOTH or (kind == "cnn" and get_recipe(recipe).projection)  # no gated MLP; nothing to project
     subject = SUBJECTS["llama" if unfit else kind]
     counted, (model, low_bit, measured) = of(subject, recipe), real(subject, recipe)
     assert persistent(counted) == persistent(measured) == persistent(of(replace(subject, batch=None), recipe))
-    # torch's meta kernel has a 16-bit batch norm keep its mean and deviation in 16 bits, its CPU kernel in 32.
+    # torch's meta kernel keeps the mean and deviation of a 16-bit batch norm in 16 bits, its CPU kernel in 32.
     off, quantizers = 0.02 if kind == "cnn" else 0, [q for r in get_recipe(recipe).rules for q in r.linear.quantizers]
-    # Numbers equal to a quantile are not beyond it, and values alone tell how many there are: at most what is counted.
+    # Values equal to a quantile are not clamped; their count depends on the values, so `counted` is an upper bound.
     ties = 2e-4 if any(q.clamp is not None and q.clamp.compensation for q in quantizers) else 0
     assert (1 - off) * saved(measured) <= saved(counted) <= (1 + off + ties) * saved(measured)
     rounds = any(rule.linear.rounds for rule in get_recipe(recipe).rules)
-    if not rounds:  # rounding has memory of its own where no kernel does it
+    if not rounds:  # emulated rounding allocates temporaries that kernels do not
         assert counted.peak == pytest.approx(measured.peak, rel=0.002 if kind == "cnn" else 0)
         assert counted.peak_gradients == measured.peak_gradients
-    assert_measured_otherwise(model, low_bit, counted)
+    assert_equals_measure(model, low_bit, counted)
 
 
-def assert_measured_otherwise(model, low_bit, counted):
-    """`measure` leaves out scales of whole tensors and step counts; all else it counts by a way of its own."""
+def assert_equals_measure(model, low_bit, counted):
+    """Compare with `measure`, which counts independently; it leaves out per-tensor scales and step counts."""
     size = measure(model, low_bit)
     count = sum(p.numel() for p in model.parameters())
     tensors = len(list(model.parameters()))
@@ -109,8 +109,8 @@ GPTS = ("gpt", "llama")
 
 
 @pytest.mark.parametrize("recipe", ["coat", "adamw-8bit", "fp8-fishman"])
-def test_an_account_may_be_the_first_to_ask_what_kernels_take(recipe):
-    """Its tensors have no numbers, which tables that are kept for the process would be made of."""
+def test_account_with_empty_kernel_caches_is_repeatable(recipe):
+    """Fake tensors have no values, so they must not end up in the tables cached for the process."""
     for kept in (
         coded.coding_of,
         expansion.meaning,
@@ -128,7 +128,7 @@ def test_an_account_may_be_the_first_to_ask_what_kernels_take(recipe):
 @pytest.mark.parametrize(
     ("recipe", "kind"), slow_unless(in_turn(KEPT[:4], GPTS).__contains__, itertools.product(KEPT, GPTS))
 )
-def test_what_is_saved_is_what_autograd_says_it_keeps(recipe, kind):
+def test_saved_bytes_equal_saved_tensors_hooks(recipe, kind):
     subject = SUBJECTS[kind]
     model, _, measured = real(subject, recipe)
     batch = subject.batch(model, EXAMPLES, LENGTH)
@@ -150,7 +150,7 @@ def test_what_is_saved_is_what_autograd_says_it_keeps(recipe, kind):
 
 
 @pytest.mark.parametrize("optimizer", slow_unless("momentum".__eq__, OPTIMIZERS))
-def test_states_of_each_optimizer(optimizer):
+def test_optimizer_state_bytes(optimizer):
     counted = of(SUBJECTS["gpt"], "fp32", optimizer=optimizer)
     _, low_bit, measured = real(SUBJECTS["gpt"], "fp32", optimizer)
     assert counted.states == measured.states
@@ -159,7 +159,7 @@ def test_states_of_each_optimizer(optimizer):
     assert counted.states == 4 * moments * count + 4 * len(low_bit.state)  # and a step count a tensor
 
 
-def test_a_recipe_of_ones_own():
+def test_user_defined_recipe():
     own = Recipe("mine", "moments in bf16", "a test", moments="bf16")
     counted = of(SUBJECTS["gpt"], own)
     tensors = sum(1 for _ in SUBJECTS["gpt"].build().parameters())
@@ -168,7 +168,7 @@ def test_a_recipe_of_ones_own():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", GPTS)
-def test_what_a_recipe_saves_in_few_bits_is_counted_so(kind):
+def test_low_bit_saved_activations_are_counted_in_their_format(kind):
     kept = replace(get_recipe("coat"), name="kept", saved=COAT)
     plain = replace(kept, name="plain", saved=None)
     counted, (_, _, measured) = of(SUBJECTS[kind], kept), real(SUBJECTS[kind], kept)
@@ -176,7 +176,7 @@ def test_what_a_recipe_saves_in_few_bits_is_counted_so(kind):
     assert saved(measured) < saved(of(SUBJECTS[kind], plain))
 
 
-def test_frozen_parameters_have_no_gradients_and_no_states():
+def test_frozen_parameters_have_no_gradients_and_no_optimizer_states():
     def build():
         model = GPT(64, 40, layers=1, width=64, heads=4)
         for name, parameter in model.named_parameters():
@@ -204,7 +204,7 @@ def block_parameters():
     return sum(p.numel() for p in GPT(64, 40, 2, 64, 4).blocks[0].parameters())
 
 
-def test_gradients_that_are_dropped_as_they_come():
+def test_per_layer_updates_count_no_persistent_gradients():
     counted, plain = (of(SUBJECTS["gpt"], "bf16-master", per_layer=each) for each in (True, False))
     assert counted.gradients == 0
     assert counted.persistent == plain.persistent - plain.gradients
@@ -214,7 +214,7 @@ def test_gradients_that_are_dropped_as_they_come():
 
 @pytest.mark.quick("selective")
 @pytest.mark.parametrize("how", ["selective", "full"])
-def test_checkpointing_is_what_it_is_for_real(how):
+def test_checkpointing_equals_measured_step(how):
     subject = SUBJECTS["gpt"]
     twin = replace(subject, build=lambda: checkpointed(subject.build(), how))
     counted = of(subject, "bf16-mixed", checkpointing=how)
@@ -224,7 +224,7 @@ def test_checkpointing_is_what_it_is_for_real(how):
     assert persistent(counted) == persistent(plain)
 
 
-def test_full_checkpointing_keeps_a_blocks_input_alone():
+def test_full_checkpointing_saves_only_block_inputs():
     def layers(count):
         subject = Subject("gpt", lambda: GPT(64, 40, count, 64, 4), tokens, LENGTH)
         return saved(of(subject, "fp32", checkpointing="full"))
@@ -232,8 +232,8 @@ def test_full_checkpointing_keeps_a_blocks_input_alone():
     assert layers(5) - layers(4) == 4 * EXAMPLES * LENGTH * 64  # p s b h
 
 
-def test_attention_probabilities_are_what_selective_checkpointing_leaves_out():
-    class Dropped(nn.Module):
+def test_selective_checkpointing_saves_no_attention_probabilities():
+    class AttentionWithDropout(nn.Module):
         def __init__(self):
             super().__init__()
             self.embed, self.head = nn.Embedding(64, 64), nn.Linear(64, 64)
@@ -243,28 +243,28 @@ def test_attention_probabilities_are_what_selective_checkpointing_leaves_out():
             y = F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
             return self.head(y.transpose(1, 2).flatten(2))
 
-    subject = Subject("dropped", Dropped, tokens, LENGTH)
+    subject = Subject("dropped", AttentionWithDropout, tokens, LENGTH)
     none, selective = (saved(of(subject, "fp32", checkpointing=how)) for how in ("none", "selective"))
     square = 4 * EXAMPLES * 4 * LENGTH * LENGTH  # p a s^2 b
     assert 2 * square <= none - selective <= 4 * square
 
 
-def fakes():
+def live_fake_tensors():
     return [thing for thing in gc.get_objects() if type(thing).__name__ == "FakeTensor"]
 
 
 @pytest.mark.slow
-def test_nothing_of_an_account_stays_behind():
-    """Numbers that are cached while tensors have no values would be wrong ever after, and in silence."""
+def test_account_leaves_no_fake_tensors_and_no_wrong_caches():
+    """Tables cached from tensors without values would silently be wrong for the rest of the process."""
     for cached in (shared_range, family._lists, family._codes, family._decoded):
         cached.cache_clear()
-    others = fakes()  # of graphs that were traced before
+    others = live_fake_tensors()  # of graphs traced earlier
     subject = replace(SUBJECTS["llama"], build=lambda: Llama(64, 40, layers=1, width=64, heads=4))
     for recipe in EVERY:
         of(subject, recipe)
     gc.collect()
     known = set(map(id, others))
-    assert not [thing for thing in fakes() if id(thing) not in known]
+    assert not [thing for thing in live_fake_tensors() if id(thing) not in known]
     x = torch.randn(64, 64)
     for recipe in EVERY:
         for rule in get_recipe(recipe).rules:
@@ -274,15 +274,15 @@ def test_nothing_of_an_account_stays_behind():
     assert shared_range(halfstep.formats.get("fp16"), torch.float32) == (-65504.0, 65504.0)
 
 
-def test_the_largest_models_take_seconds_since_nothing_is_computed():
+def test_large_models_are_counted_without_computation():
     wide = Subject("wide", lambda: GPT(50257, 2048, 2, 12288, 96), tokens, 2048)
     assert account(wide, "bf16-mixed").bytes.weights > 4 * 2 * 12 * 12288**2
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
+# ---- refused inputs -------------------------------------------------------------------------------------------------
 
 
-def test_mistakes_are_named():
+def test_bad_input_raises():
     subject = replace(SUBJECTS["gpt"], longest=40)
     with pytest.raises(AccountError, match="--seq 41 given, and gpt has positions for 40"):
         account(subject, "fp32", sequence=41)
@@ -299,7 +299,7 @@ def test_mistakes_are_named():
         account(SUBJECTS["cnn"], "fp32", checkpointing="selective")
 
 
-def test_a_model_that_asks_for_values_is_refused():
+def test_model_that_reads_tensor_values_raises():
     class Routed(nn.Linear):
         def forward(self, x):
             return super().forward(x[x.sum(-1).nonzero().flatten()])
@@ -309,34 +309,34 @@ def test_a_model_that_asks_for_values_is_refused():
         account(subject, "fp32")
 
 
-def test_a_model_that_fails_is_named():
+def test_failing_model_is_named_in_the_error():
     subject = Subject("narrow", lambda: nn.Linear(8, 8), lambda m, b, s: Batch((torch.zeros(b, 7),)))
     with pytest.raises(ModelError, match=r"narrow cannot be run on FakeTensors \(RuntimeError"):
         account(subject, "fp32")
 
 
-def test_values_that_code_asks_for_are_ordinary():
+def test_blank_mode_gives_plain_values():
     with Blank():
         x = torch.zeros(4)
         assert float(x.max()) == 1.0
         assert not bool((x == 0).all())
         assert int(x.argmax()) == 1
-        assert int(torch.arange(7).sum()) == 21  # what has no memory had no part in it
+        assert int(torch.arange(7).sum()) == 21  # empty storage has no part in it
         assert bool(torch.ones(2, 3, dtype=torch.bool).all())
         assert not isinstance(torch.full((4, 4), True).tril(), FakeTensor)
         assert isinstance(torch.zeros(2**21, dtype=torch.int64), FakeTensor)
 
 
-def test_unknown_architectures_name_the_nearest():
+def test_unknown_architecture_suggests_the_nearest():
     with pytest.raises(ModelError, match="unknown architecture 'lama-7b'; nearest: llama-7b"):
         load_subject("lama-7b")
 
 
-# ---- recipes with stages ---------------------------------------------------------------------------------------------
+# ---- recipes with stages --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_stages_take_what_the_hungriest_of_them_takes():
+def test_staged_recipe_takes_the_bytes_of_its_largest_stage():
     text = "fp8-current until 50%, then fp32 until 90% then bf16-mixed"
     recipe = get_recipe(text)
     each = [of(SUBJECTS["gpt"], stage) for stage in recipe.by_stage]
@@ -345,6 +345,6 @@ def test_stages_take_what_the_hungriest_of_them_takes():
     assert account(SUBJECTS["gpt"], text).recipe == recipe.name
 
 
-def test_inference_has_no_stages():
+def test_inference_of_staged_recipe_raises():
     with pytest.raises(AccountError, match="has stages, and inference has none: ask for one of them, such as 'fp32'"):
         inference(SUBJECTS["gpt"], "fp8-current until 50%, then fp32")

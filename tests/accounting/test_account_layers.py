@@ -1,4 +1,4 @@
-"""Accounts against the same step on real tensors, of torch's own layers and of Hugging Face's Llama."""
+"""`account`'s byte counts against `measure_step`, for torch.nn layers and Hugging Face's Llama."""
 
 import itertools
 import tracemalloc
@@ -21,7 +21,7 @@ EXAMPLES = 3
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer, of sequences as they are or packed."""
+    """A recurrent layer over plain or packed sequences."""
 
     def __init__(self, kind, packed=False, **options):
         super().__init__()
@@ -36,7 +36,7 @@ class Recurrent(nn.Module):
 
 
 class Steps(nn.Module):
-    """A recurrent cell, called once a step."""
+    """A recurrent cell, called once per time step."""
 
     def __init__(self, kind):
         super().__init__()
@@ -51,7 +51,7 @@ class Steps(nn.Module):
 
 
 class Attended(nn.Module):
-    """Attention of a sequence to itself, with padding."""
+    """Self-attention with a padding mask."""
 
     def __init__(self, need_weights=False, **options):
         super().__init__()
@@ -85,7 +85,7 @@ LAYERS = {
 }
 
 
-def kept(bytes):
+def persistent_and_saved(bytes):
     return bytes.persistent, bytes.compute_copies + bytes.activations
 
 
@@ -98,7 +98,7 @@ def assert_counted(build, length, recipe, rel=0.0):
     subject = Subject("it", build, lambda model, examples, sequence: Batch((torch.zeros(examples, length, 12),)))
     counted = account(subject, recipe, batch=EXAMPLES).bytes
     held = measured(build(), subject.batch(None, EXAMPLES, 1), recipe)
-    assert kept(counted) == pytest.approx(kept(held), rel=rel)
+    assert persistent_and_saved(counted) == pytest.approx(persistent_and_saved(held), rel=rel)
 
 
 @pytest.mark.quick("lstm-fp32")
@@ -110,14 +110,14 @@ def assert_counted(build, length, recipe, rel=0.0):
         [(layer, recipe) for layer in LAYERS for recipe in ("fp32", "bf16-mixed", "fp8-delayed")],
     ),
 )
-def test_layers_keep_what_is_counted(layer, recipe):
+def test_saved_bytes_of_layers_equal_measured(layer, recipe):
     torch.manual_seed(0)
-    # Of 16-bit inputs torch keeps a batch norm's statistics in float32, and says bf16 where there is no memory.
+    # For 16-bit inputs torch saves a batch norm's statistics in float32; its meta kernel reports bf16.
     assert_counted(LAYERS[layer], 9, recipe, rel=0.01 if layer == "convolutions" else 0.0)
 
 
 @pytest.mark.cpu
-def test_an_lstm_keeps_what_is_counted_over_more_steps_than_are_tried():
+def test_long_lstm_sequences_are_extrapolated():
     assert_counted(lambda: nn.Sequential(Recurrent("LSTM")), 300, "fp32", rel=0.02)
 
 
@@ -125,8 +125,8 @@ STEPS = {
     "bf16-mixed": 0, "bf16-master": 0, "bf16-stochastic": 0, "adamw-8bit": 0, "coat": 0, "fp8lm-o1": 14, "fp8lm-o2": 14,
     "fp4-wang": 14, "fp8lm-o3": 25, "galore": 16,
 }  # fmt: skip
-"""The bytes for each number of the largest matrix that docs/memory.md says a step needs: GaLore's is four times as wide
-as high, and takes 14 and its singular vectors."""
+"""Bytes of optimizer temporaries per element of the largest matrix, as docs/memory.md states them. GaLore: 14 bytes
+plus the singular vectors (the matrix is four times as wide as high)."""
 
 
 def mlp(width):
@@ -135,7 +135,7 @@ def mlp(width):
 
 
 def most_allocated(step):
-    """The most bytes that a function holds of what torch's allocator and numpy have given it."""
+    """The peak bytes allocated by torch's CPU allocator and numpy while `step` runs."""
     tracemalloc.start()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step()
@@ -154,8 +154,8 @@ def most_allocated(step):
         [*((recipe, "adamw") for recipe in STEPS), ("bf16-mixed", "lion"), ("fp8lm-o2", "lion"), ("fp8lm-o3", "lion")],
     ),
 )
-def test_an_optimizer_takes_for_itself_what_is_counted(recipe, optimizer):
-    """Beside the matrix, the largest it has: a kernel decodes 100 KB at a time, and the watchers take 15 KB."""
+def test_optimizer_temporaries_equal_measured_peak(recipe, optimizer):
+    """Tolerance: a kernel decodes 100 KB at a time, and the profilers take 15 KB."""
     torch.manual_seed(0)
     for width in (64, 256):  # the first compiles kernels
         subject = mlp(width)
@@ -189,18 +189,18 @@ def small_llama(folder, heads):
         in_turn(["fp32", "bf16-mixed"], [4, 2]).__contains__, itertools.product(["fp32", "bf16-mixed"], [4, 2])
     ),
 )
-def test_hugging_faces_llama_keeps_what_is_counted(recipe, heads, tmp_path):
-    """Its code goes another way where it finds that no values are known."""
+def test_hugging_face_llama_equals_measured_step(recipe, heads, tmp_path):
+    """transformers takes another path when tensors have no values."""
     model = small_llama(tmp_path, heads)
     ids = torch.zeros(EXAMPLES, 24, dtype=torch.int64)
     counted = account(load_subject(str(tmp_path)), recipe, batch=EXAMPLES, sequence=24).bytes
     held = measured(model, Batch(named=(("input_ids", ids), ("labels", ids))), recipe)
-    assert (*kept(counted), counted.peak) == (*kept(held), held.peak)
+    assert (*persistent_and_saved(counted), counted.peak) == (*persistent_and_saved(held), held.peak)
 
 
 @pytest.mark.quick("False")
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_mask_is_what_its_values_make_of_it(masked, tmp_path):
+def test_attention_mask_values_select_the_measured_path(masked, tmp_path):
     model = small_llama(tmp_path, 2)
 
     def batch(_, examples, length):
@@ -212,4 +212,4 @@ def test_a_mask_is_what_its_values_make_of_it(masked, tmp_path):
     subject = Subject("llama", lambda: small_llama(tmp_path, 2), batch, 24)
     counted = account(subject, "bf16-mixed", batch=EXAMPLES, sequence=24).bytes
     held = measured(model, batch(None, EXAMPLES, 24), "bf16-mixed")
-    assert (*kept(counted), counted.peak) == (*kept(held), held.peak)
+    assert (*persistent_and_saved(counted), counted.peak) == (*persistent_and_saved(held), held.peak)

@@ -1,4 +1,4 @@
-"""Costs of recipes: products against torch's counter and against papers' arithmetic, with its slips."""
+"""`cost`: multiply-adds against torch's FlopCounterMode and the arithmetic of papers, including their errors."""
 
 from dataclasses import replace
 
@@ -45,13 +45,13 @@ LLAMA = language(
     LlamaForCausalLM, "llama", 4096, hidden_size=4096, intermediate_size=11008, num_hidden_layers=1,
     num_attention_heads=32, max_position_embeddings=4096,
 )  # fmt: skip
-"""One of LLaMA-7B's layers: its shares are those of all."""
+"""One layer of LLaMA-7B; all layers have the same shares."""
 GPT3 = language(GPT2LMHeadModel, "gpt2", 2048, n_embd=4096, n_layer=1, n_head=32, n_positions=2048)
-"""A layer of width h = 4096 with an MLP of 4 h."""
+"""A layer of width h = 4096 with an MLP of width 4 h."""
 
 
 def linear(output, grad_input, grad_weight):
-    """Both operands of each product alike; None leaves them as they are."""
+    """A LinearSpec with the same quantizer for both operands of each matmul; None leaves operands unrounded."""
     return LinearSpec(*[Matmul(quantizer, quantizer) for quantizer in (output, grad_input, grad_weight)])
 
 
@@ -60,13 +60,13 @@ def recipe(feed_forward, attention=None):
     return Recipe("tried", "", "", compute="bf16", rules=rules)
 
 
-def test_the_forward_pass_of_llama_7b():
+def test_forward_shares_of_llama_7b_equal_zhou_2025():
     """Zhou et al. 2025, arXiv 2502.11458, figure 1: 57, 28.7 and 14.3% at 4096 tokens."""
     forward = cost(LLAMA, "bf16-mixed").without(HEAD).of(PASSES[0])
     shares = {work.kind: work.multiply_adds / forward.multiply_adds for work in forward.works}
     expected = {"feed-forward linears": 0.573, "attention linears": 0.284, "attention core": 0.142}
     assert {kind: shares.pop(kind) for kind in expected} == pytest.approx(expected, abs=5e-4)
-    assert sum(shares.values()) < 1e-5  # transformers 5.8 makes the angles of positions by a product
+    assert sum(shares.values()) < 1e-5  # transformers 5.8 computes rotary angles by a matmul
     assert forward.share == forward.speed_up == 1
 
 
@@ -88,19 +88,19 @@ TWICE = SPEEDS | {4: 2.0}
         ("fp4-zhou-dgrad-bf16", SPEEDS, 66.6, 66.1),
     ],
 )
-def test_the_table_of_zhou(tried, speeds, percent, published):
-    """Table 2, of LLaMA-7B at 4096 tokens, says 57.1 and 66.1% of FP16's cost. The recipe as it is quoted, with both
-    backward products rounded, costs 35.7 and 52.3%; the published figures come out where the input's gradient is not
-    rounded (66.6, not 66.1), and the first where FP4 is as fast as FP8."""
+def test_costs_equal_table_2_of_zhou_2025(tried, speeds, percent, published):
+    """Table 2, LLaMA-7B at 4096 tokens, states 57.1 and 66.1% of FP16's cost. The recipe as quoted, with both backward
+    matmuls rounded, costs 35.7 and 52.3%. The published figures need an unrounded input gradient (66.6, not 66.1),
+    and the first also FP4 at FP8's speed."""
     found = cost(LLAMA, tried, speeds).without(HEAD)
     assert 100 * found.share == pytest.approx(percent, abs=0.05)
     assert published is None or abs(100 * found.share - published) < 0.6
     assert found.share * found.speed_up == pytest.approx(1)
 
 
-def test_the_speed_up_of_wang():
-    """arXiv 2501.17116: 3.12 for h = 4096 and s = 2048, which is (24 h + 5 s) / (6 h + 5 s): attention's two products
-    are 4 s, and 3.25 is their speed-up."""
+def test_speed_up_equals_wang_2025():
+    """arXiv 2501.17116 states 3.12 for h = 4096 and s = 2048, i.e. (24 h + 5 s) / (6 h + 5 s). Attention's two matmuls
+    are 4 s, not 5 s, which gives 3.25."""
     forward = cost(GPT3, ALL_FP4).without(HEAD).of(PASSES[0])
     assert forward.speed_up == pytest.approx(3.25, abs=0.005)
     flops = {work.kind: 2 * work.multiply_adds / (2048 * 4096) for work in forward.works}
@@ -110,9 +110,9 @@ def test_the_speed_up_of_wang():
     assert (sum(flops.values()) + core) / (sum(flops.values()) / 4 + core) == pytest.approx(3.12, abs=0.005)
 
 
-def test_the_overheads_of_wang():
-    """2.95 with a clamp at 0.99 comes out where its remainder, 1% of the values beyond each quantile, is 48 (1 - a) h;
-    the 24 (1 - a) h of the printed formula would be 3.03. The estimator takes next to nothing."""
+def test_overheads_equal_wang_2025():
+    """The published 2.95 with a clamp at 0.99 follows if the sparse remainder, 1% of the values beyond each quantile,
+    costs 48 (1 - a) h; the printed formula, 24 (1 - a) h, gives 3.03. The gradient estimator's cost is negligible."""
     forward = cost(GPT3, "fp4-wang").without(HEAD).of(PASSES[0])
     unit = 2048 * 4096 / 2
     time, base = forward.time / unit, forward.base / unit
@@ -137,21 +137,21 @@ def test_the_overheads_of_wang():
         ("fp4-zhou-dgrad-fp8 until step 600, then bf16-mixed", 1000, 0.6),
     ],
 )
-def test_a_recipe_with_stages_costs_the_mean_over_a_run(text, total, share):
+def test_staged_recipe_costs_the_mean_over_steps(text, total, share):
     first, found = cost(LLAMA, "fp4-zhou-dgrad-fp8", sequence=64), cost(LLAMA, text, sequence=64, total_steps=total)
     assert found.share == pytest.approx(share * first.share + 1 - share)
     assert found.base == pytest.approx(first.base)
 
 
-def test_stages_of_a_run_of_unknown_length():
+def test_stage_at_a_step_needs_total_steps():
     with pytest.raises(AccountError, match=r"begins at step 600, .*total_steps, --steps"):
         cost(LLAMA, "fp4-zhou until step 600, then bf16-mixed")
     with pytest.raises(RecipeError, match="would have no step"):
         cost(LLAMA, "fp4-zhou until step 600, then bf16-mixed", total_steps=600)
 
 
-def test_rotations_are_beside_the_products():
-    """A Hadamard transform of size 16 multiplies every element of both operands by 16 numbers, in 16 bits."""
+def test_hadamard_transforms_are_counted_as_overhead():
+    """A Hadamard transform of size 16 takes 16 multiply-adds per element of both operands, in 16 bits."""
     plain = cost(OURS, ALL_FP4, batch=2)
     spec = linear(FP4, FP4, FP4)
     rotated = cost(OURS, recipe(replace(spec, grad_weight=replace(spec.grad_weight, hadamard=Hadamard()))), batch=2)
@@ -162,7 +162,7 @@ def test_rotations_are_beside_the_products():
     assert (rotated.multiply_adds, rotated.base) == (plain.multiply_adds, plain.base)
 
 
-# ---- products against another counter -------------------------------------------------------------------------------
+# ---- multiply-adds against other counters ---------------------------------------------------------------------------
 
 
 def images(model, examples, length):
@@ -174,7 +174,7 @@ def sequences(model, examples, length):
 
 
 class Attended(nn.Module):
-    """torch's attention, which multiplies by its out_proj's weight and never calls it."""
+    """nn.MultiheadAttention, which uses its out_proj's weight without calling the module."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +185,7 @@ class Attended(nn.Module):
 
 
 class Tied(nn.Module):
-    """A head that is the table of tokens, frozen before it."""
+    """A model whose head's weight is its embedding table, with a linear layer between them."""
 
     def __init__(self):
         super().__init__()
@@ -196,7 +196,7 @@ class Tied(nn.Module):
 
 
 class Frozen(nn.Module):
-    """A first layer without gradients, and what comes before it in the graph without either."""
+    """A model whose first layer needs no gradient, after a matmul under no_grad; its last layer is frozen."""
 
     def __init__(self):
         super().__init__()
@@ -228,8 +228,8 @@ MODELS = {
 
 @pytest.mark.quick("tied", "transposed", "unit")
 @pytest.mark.parametrize("name", MODELS)
-def test_products_are_those_of_a_real_step(name):
-    """torch's counter of both passes, which counts a multiply-add twice."""
+def test_multiply_adds_equal_flop_counter(name):
+    """torch's FlopCounterMode over both passes; it counts a multiply-add as two."""
     subject = MODELS[name]
     model = subject.build().train()
     data = subject.batch(model, 3, subject.sequence or 1)
@@ -240,8 +240,8 @@ def test_products_are_those_of_a_real_step(name):
     assert 2 * found.multiply_adds == counter.get_total_flops() > 0
 
 
-def test_a_recurrent_layer():
-    """Two layers, both directions: torch's counter has no formula for its operator."""
+def test_lstm_multiply_adds():
+    """Two layers, both directions. FlopCounterMode has no formula for aten.lstm, so this counts by hand."""
     subject = Subject("lstm", lambda: nn.LSTM(12, 5, num_layers=2, bidirectional=True), sequences, 7)
     steps = 3 * 7 * 2 * 4 * 5  # examples, time, directions, gates and units
     forward, from_input, of_weight = (cost(subject, "bf16-mixed", batch=3).of(step).multiply_adds for step in PASSES)
@@ -250,8 +250,8 @@ def test_a_recurrent_layer():
 
 
 @pytest.mark.parametrize("name", ["fp8-current", "mxfp8", "bf16-pure", "adamw-8bit", "fp8lm-o1"])
-def test_recipes_by_the_formats_of_their_operands(name):
-    """fp16 is a width of a bf16 operand too; a head that a rule keeps stays at 16 bits."""
+def test_matmul_bits_follow_operand_formats(name):
+    """FP16 operands count as 16 bits like bf16; a head that a rule leaves unrounded stays at 16 bits."""
     found = cost(OURS, name)
     linears = {work.bits for work in found.works if work.kind in ("attention linears", "feed-forward linears")}
     assert linears == ({8} if get_recipe(name).rules else {16})
@@ -259,15 +259,15 @@ def test_recipes_by_the_formats_of_their_operands(name):
     assert (found.share < 1) is bool(get_recipe(name).rules)
 
 
-def test_one_operand_in_few_bits_is_no_faster():
+def test_matmul_bits_are_those_of_the_wider_operand():
     spec = LinearSpec(Matmul(FP4, None), Matmul(FP8, FP4), Matmul(FP4, FP8))
     found = cost(LLAMA, recipe(spec), sequence=8)
     widths = [{work.bits for work in found.of(step).works if "linears" in work.kind} for step in PASSES]
     assert widths == [{16}, {8}, {8}]
 
 
-def test_attention_that_a_recipe_rounds():
-    """Each of its two products by its own operands, where a module of ours forms it; and not beneath another."""
+def test_quantized_attention_bits():
+    """Each attention matmul is costed by its own operands' formats; a model without a halfstep attention raises."""
     tried = replace(get_recipe("fp8-current"), attention=AttentionSpec(linear(FP4, FP4, None), linear(FP8, None, FP8)))
     works = [work for work in cost(OURS, tried).works if work.kind == "attention core"]
     found = [{work.bits: work.multiply_adds for work in works if work.step == step} for step in PASSES]
@@ -277,7 +277,7 @@ def test_attention_that_a_recipe_rounds():
         cost(LLAMA, tried, sequence=8)
 
 
-def test_modules_in_float32():
+def test_float32_modules_need_a_32_bit_speed():
     tried = replace(get_recipe("bf16-mixed"), float32_modules=("*.mlp",))
     with pytest.raises(AccountError, match=r"matmuls of 32 bits, but speeds up to 16.*--speeds fp32=0.5,"):
         cost(LLAMA, tried, sequence=8)
@@ -287,13 +287,13 @@ def test_modules_in_float32():
     assert found.share > 1
 
 
-def test_functions_in_float32():
+def test_float32_functions_raise():
     tried = replace(get_recipe("bf16-mixed"), float32_functions=("matmul", "softmax"))
     with pytest.raises(AccountError, match=r"runs matmul in float32.*leave it out"):
         cost(LLAMA, tried, sequence=8)
 
 
-def test_what_cannot_be_counted(tmp_path):
+def test_uncountable_models_raise(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
@@ -316,13 +316,13 @@ def test_what_cannot_be_counted(tmp_path):
         ("", "speed ''"),
     ],
 )
-def test_speeds_that_are_none(text, message):
+def test_malformed_speeds_raise(text, message):
     with pytest.raises(AccountError, match=message):
         speeds_from(text)
 
 
-def test_speeds():
-    """A width takes what is narrower: FP6 runs as FP8 does where nobody says otherwise."""
+def test_speeds_apply_to_narrower_formats():
+    """A format without a speed of its own runs at the next wider one's: FP6 as FP8."""
     assert speeds_from("fp16=1, fp8=2,int4=3.5") == {16: 1.0, 8: 2.0, 4: 3.5}
     six = Quantizer(formats.get("e3m2"), scales=Scales(ROW, get_scaling("current")))
     tried = recipe(linear(six, six, six))

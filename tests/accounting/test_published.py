@@ -1,4 +1,4 @@
-"""Accounts against tables of papers and of other calculators, where those are right."""
+"""`account` against tables of papers and other calculators, where those are right."""
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -21,7 +21,7 @@ GB = 10**9
 
 
 def linear(recipe, **options):
-    """A model of one matrix, of a million parameters."""
+    """The account of a bias-free 1000 x 1000 linear layer."""
     subject = Subject("linear", lambda: nn.Sequential(nn.Linear(1000, 1000, bias=False)))
     return account(subject, recipe, **options)
 
@@ -31,7 +31,7 @@ def per_parameter(made, ranks=1, zero=0):
     return (part.persistent - part.communication) / made.parameters
 
 
-def test_the_stages_of_zero():
+def test_zero_stages_equal_rajbhandari_2020():
     """7.5 billion parameters on 64 devices. Source: arXiv 1910.02054, figure 1."""
     psi = 7_500_000_000
     sizes = StepBytes(2 * psi, 0, 2 * psi, 4 * psi, 8 * psi, 0, 0)
@@ -47,14 +47,14 @@ def test_the_stages_of_zero():
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 @pytest.mark.parametrize(("recipe", "model", "optimizer"), [("bf16-megatron", 6, 12), ("fp32", 8, 8)])
-def test_megatrons_distributed_optimizer(recipe, model, optimizer, ranks):
+def test_bytes_of_megatrons_distributed_optimizer(recipe, model, optimizer, ranks):
     """Megatron-LM, docs/user-guide/features/dist_optimizer.md: 18 -> 6 + 12/d, fp32 16 -> 8 + 8/d."""
-    assert per_parameter(linear(recipe)) == pytest.approx(model + optimizer, abs=1e-5)  # beside it a count of steps
+    assert per_parameter(linear(recipe)) == pytest.approx(model + optimizer, abs=1e-5)  # plus a step count
     assert per_parameter(linear(recipe), ranks, zero=1) == pytest.approx(model + optimizer / ranks, abs=1e-5)
 
 
-def test_hugging_faces_rules_a_parameter():
-    """transformers, model_memory_anatomy: 18 bytes a parameter in mixed precision, with 16-bit copies."""
+def test_bytes_per_parameter_equal_hugging_faces_rules():
+    """transformers, model_memory_anatomy: 18 bytes a parameter in mixed precision, including the 16-bit copies."""
 
     def build():
         return nn.Sequential(nn.Embedding(1, 1000), nn.Linear(1000, 1000, bias=False))
@@ -69,12 +69,12 @@ def test_hugging_faces_rules_a_parameter():
 @pytest.mark.parametrize(
     ("optimizer", "bytes"), [("adamw", 8), ("adam", 8), ("momentum", 4), ("sgd", 0), ("lion", 4), ("lamb", 8)]
 )
-def test_states_a_parameter(optimizer, bytes):
+def test_float32_states_per_parameter(optimizer, bytes):
     assert linear("fp32", optimizer=optimizer).bytes.states == bytes * 10**6 + 4
 
 
 @pytest.mark.parametrize(("recipe", "bytes"), [("adamw-8bit", 2), ("bf16-pure", 4), ("bf16-mixed", 8)])
-def test_states_in_few_bits(recipe, bytes):
+def test_low_bit_states_per_parameter(recipe, bytes):
     assert linear(recipe).bytes.states == bytes * 10**6 + 4
 
 
@@ -84,14 +84,14 @@ def test_scales_of_8_bit_states():
 
 
 @pytest.mark.slow
-def test_accelerates_estimate_is_the_model_and_four_times_it():
+def test_weights_and_training_bytes_equal_accelerates_estimate():
     """accelerate estimate-memory bert-base-cased, float32: 413.18 MB to load, 1.61 GB to train with Adam."""
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(vocab_size=28996)
     made = account(Subject("bert", lambda: transformers.BertModel(config)), "fp32")
     assert round((made.bytes.weights + made.bytes.buffers) / 2**20, 2) == 413.18
     assert round(4 * made.bytes.weights / 2**30, 2) == 1.61
-    assert per_parameter(made) == pytest.approx(16, abs=1e-4)  # the same as ours where nothing but states counts
+    assert per_parameter(made) == pytest.approx(16, abs=1e-4)  # equal to ours, since only states count
 
 
 @pytest.mark.quick("gpt2-124439808")
@@ -115,23 +115,23 @@ def test_parameters_of_known_architectures(name, parameters):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", architectures())
-def test_every_architecture_with_a_name_runs(name):
+def test_every_named_architecture_is_counted(name):
     pytest.importorskip("transformers")
     made = account(load_subject(name), "bf16-mixed", sequence=64, checkpointing="full")
     assert made.bytes.peak > made.bytes.weights + made.bytes.states
 
 
-def test_every_stage_takes_less_and_says_what_it_communicates():
+def test_higher_zero_stages_take_less_and_count_communication():
     made = linear("bf16-master")
     parts = [share(made, 8, zero) for zero in range(4)]
     sizes = [part.persistent - part.communication for part in parts]
     assert sizes == sorted(sizes, reverse=True)
-    assert parts[0].communication == made.bytes.gradients  # torch's DDP keeps buckets beside the gradients
+    assert parts[0].communication == made.bytes.gradients  # torch's DDP allocates buckets in addition to gradients
     assert parts[1].communication == made.bytes.gradients + made.bytes.weights  # fewer than a bucket's elements
     assert share(made).communication == 0
 
 
-def test_what_is_sent_in_a_step_is_what_collectives_send():
+def test_sent_bytes_equal_ring_collectives():
     """Rajbhandari et al. 2020, section 7: 2 psi elements up to stage 2, 3 psi at stage 3, of 2 bytes each."""
     psi = 10**6
     held = StepBytes(2 * psi, 0, 2 * psi, 4 * psi, 8 * psi, 0, 0)
@@ -147,9 +147,9 @@ def test_what_is_sent_in_a_step_is_what_collectives_send():
 
 
 @pytest.mark.parametrize("communication", [None, FP8, FP4, FP8_LM], ids=["none", "FP8", "FP4", "FP8-LM"])
-def test_what_is_sent_in_a_step_is_what_reductions_count(communication):
-    """Of a model of several matrices and biases, by the collectives of a reduction of our own: up to 1% more, since
-    each parameter begins with a block, and FP8-LM's ranks send a maximum of each."""
+def test_sent_bytes_equal_those_of_reductions(communication):
+    """For several matrices and biases, against what our reduction's collectives send: up to 1% more, since each
+    parameter starts a new block, and FP8-LM's ranks send one amax for each."""
     shapes = [(256, 1024), (1024,), (1024, 256), (256,), (300, 70)]
     subject = Subject("matrices", lambda: nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes))
     made = account(subject, replace(get_recipe("bf16-mixed"), name="own", communication=communication))
@@ -160,19 +160,19 @@ def test_what_is_sent_in_a_step_is_what_reductions_count(communication):
 
 
 def _steps(communication, exchange, parameters):
-    """The reduction of all gradients on one of several ranks."""
+    """Run the reduction of all gradients on one simulated rank."""
     with patch("halfstep.distributed.sharded.Exchange", lambda group: exchange):
         state = Reduction(communication)
     return state._steps(torch.cat([p.detach().flatten() for p in parameters]), parameters)
 
 
-def test_buckets_are_no_larger_than_deepspeeds():
+def test_buckets_have_at_most_deepspeeds_size():
     psi = 10**10
     whole = Account("x", psi, psi, StepBytes(2 * psi, 0, 2 * psi, 4 * psi, 8 * psi, 0, 0), passes=False)
     assert share(whole, 8, 1).communication == 5 * 10**8 * (2 + 2)
 
 
-def test_a_part_of_what_does_not_divide_is_rounded_up():
+def test_shards_round_up():
     whole = Account("x", 5, 5, StepBytes(20, 0, 20, 0, 40, 0, 0), passes=False)
     assert share(whole, 3, 3).weights == 7
     assert share(whole, 3, 1).states == 14
@@ -182,7 +182,7 @@ def test_a_part_of_what_does_not_divide_is_rounded_up():
     ("ranks", "zero", "message"),
     [(1, 2, "--zero 2 shards over devices, and there is one"), (0, 0, "--dp 0 given"), (4, 4, "a stage from 0 to 3")],
 )
-def test_what_cannot_be_shared(ranks, zero, message):
+def test_bad_rank_counts_raise(ranks, zero, message):
     with pytest.raises(AccountError, match=message):
         check_ranks(ranks, zero)
 
@@ -194,7 +194,7 @@ def galore(**kinds):
     return Recipe("galore-own", "", "Zhao et al. 2024", weights="bf16", **kinds)
 
 
-def test_a_projected_matrix_keeps_mr_and_2nr():
+def test_galore_state_elements_are_mr_plus_2nr():
     """Zhao et al. 2024, table 1: m x n at rank r keeps mr of the projector and 2nr of the moments."""
     m, n, r = 96, 160, 24
     subject = Subject("wide", lambda: nn.Sequential(nn.Linear(n, m, bias=False)))
@@ -204,9 +204,9 @@ def test_a_projected_matrix_keeps_mr_and_2nr():
 
 
 @pytest.mark.slow
-def test_galores_headlines_for_7b():
-    """65.5% of the states, 82.5% in 8 bits, 63.3% in all (abstract). Ours, with bf16 weights and a rank of 1024: 65.1;
-    82.6 or 79.1 with a projector of 1 or 2 bytes; 64.5 or 39.5 in all with gradients freed or kept."""
+def test_galore_savings_for_7b_equal_abstract():
+    """Abstract: 65.5% of the states, 82.5% in 8 bits, 63.3% of all memory. Ours, with bf16 weights and rank 1024: 65.1;
+    82.6 or 79.1 with a projector of 1 or 2 bytes; 64.5 or 39.5 in total with gradients freed or kept."""
     pytest.importorskip("transformers")
     subject = replace(load_subject("llama-7b"), batch=None)
     projection = Projection(rank=1024, share=None)
@@ -227,7 +227,7 @@ def test_galores_headlines_for_7b():
 
 
 @pytest.mark.slow
-def test_7b_in_24_gb():
+def test_galore_trains_7b_in_24_gb():
     """Zhao et al. 2024: one GPU of 24 GB, 256 tokens at a time, 8-bit states, updates within the backward pass."""
     pytest.importorskip("transformers")
     recipe = galore(moments=((PROJECTOR, "bf16"), *MAPS), projection=Projection(rank=1024, share=None))

@@ -1,4 +1,4 @@
-"""Audits of known set-ups: each told apart by its bits, with bytes as the storages have them."""
+"""`audit` of known setups: effective precision found by bits, byte counts equal to the storages'."""
 
 import copy
 
@@ -15,7 +15,7 @@ from tiny import RECIPES, adamw, assert_same, batch, mlp, mostly_slow, prepared,
 
 
 class Net(nn.Module):
-    """Enough values in every tensor for their bits to tell, and names that say what they are for."""
+    """A model whose tensors have enough values for the bits to be evidence, with names that give their roles."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -33,7 +33,7 @@ TOKENS = torch.arange(64)
 
 
 def stepped(model, optimizer, steps=3):
-    """Trained, with gradients still there."""
+    """Train for `steps`; leaves the last gradients in place."""
     for _ in range(steps):
         optimizer.zero_grad()
         F.cross_entropy(model(TOKENS), TOKENS).backward()
@@ -42,13 +42,13 @@ def stepped(model, optimizer, steps=3):
 
 
 def found(report):
-    """The findings by what they are."""
+    """The report's findings by their `what`; each occurs once."""
     assert len({one.what for one in report.findings}) == len(report.findings)
     return {one.what: one for one in report.findings}
 
 
 def kinds(report):
-    """(stored, bits say) of each kind, of those that say something."""
+    """The set of (stored dtype, effective precision) per kind, for rows whose bits are evidence."""
     said = {}
     for row in report.rows:
         if row.effective not in ("unknown", None) and row.kind != "step":
@@ -57,7 +57,7 @@ def kinds(report):
 
 
 def storages(model, optimizer):
-    """The bytes of all storages, found without the audit."""
+    """The bytes of all storages, counted without the audit."""
     tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
     tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     tensors = [part for t in tensors for part in (t.parts.values() if isinstance(t, CodeTensor) else [t])]
@@ -67,7 +67,7 @@ def storages(model, optimizer):
 FULL = {("float32", "full")}
 
 
-def test_float32_training_is_float32_throughout():
+def test_float32_training_is_full_precision_without_findings():
     model = Net()
     model, optimizer = stepped(model, adamw(model))
     report = halfstep.audit(model, optimizer)
@@ -79,7 +79,7 @@ def test_float32_training_is_float32_throughout():
 
 @pytest.mark.quick("fp32", "fp8lm-o3", "fp4-wang")
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
-def test_every_recipe_is_what_it_says_and_bytes_are_those_of_the_storages(name):
+def test_every_recipe_has_its_dtypes_and_bytes_equal_the_storages(name):
     recipe = get_recipe(name)
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler)
@@ -111,7 +111,7 @@ def test_every_recipe_is_what_it_says_and_bytes_are_those_of_the_storages(name):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lr", [1e-2, 3e-4, 1e-6])
-def test_share_of_updates_that_are_lost_is_what_rounding_does(dtype, lr):
+def test_share_of_lost_updates_equals_exact_rounding(dtype, lr):
     model = Net().to(dtype)
     report = halfstep.audit(model, adamw(model, lr=lr))
     warning = found(report)["no master"]
@@ -127,21 +127,21 @@ def test_share_of_updates_that_are_lost_is_what_rounding_does(dtype, lr):
     assert f"lr = {lr:g} " in warning.text
 
 
-def test_norms_that_no_update_reaches_are_named():
-    """RMSNorm weights at 1.0 in bf16, lr below 2^-9: the largest step that Adam takes rounds away."""
+def test_norm_weights_that_lose_all_updates_are_named():
+    """RMSNorm weights at 1.0 in bf16 with lr below 2^-9: Adam's largest step rounds away."""
     model = Net().bfloat16()
     assert "norm 100%" in found(halfstep.audit(model, adamw(model, lr=1.9e-3)))["no master"].text
     assert "norm 0%" in found(halfstep.audit(model, adamw(model, lr=2.0e-3)))["no master"].text
 
 
-def test_without_adam_no_share_is_claimed():
+def test_no_lost_share_is_stated_without_adam():
     model = Net().bfloat16()
     text = found(halfstep.audit(model, torch.optim.SGD(model.parameters(), lr=1e-3)))["no master"].text
     assert "lr" not in text
 
 
-def test_stochastic_rounding_needs_no_master():
-    """As torchao's optimizers do it, for bf16 alone."""
+def test_stochastic_rounding_gives_no_master_warning():
+    """torchao's optimizers round stochastically, for bf16 only."""
     model = Net().bfloat16()
     optimizer = adamw(model)
     optimizer.bf16_stochastic_round = True
@@ -150,7 +150,7 @@ def test_stochastic_rounding_needs_no_master():
     assert set(found(halfstep.audit(model, optimizer))) == {"no master"}
 
 
-def test_a_resume_that_lost_float32_weights_is_seen(tmp_path):
+def test_resume_with_narrowed_weights_is_found(tmp_path):
     model = Net()
     model, optimizer = stepped(model, adamw(model))
     halfstep.audit(model, optimizer).save(tmp_path / "before.json")
@@ -168,7 +168,7 @@ def test_a_resume_that_lost_float32_weights_is_seen(tmp_path):
     assert report.differences(report) == before.differences(before) == ()
 
 
-def test_a_resume_that_lost_the_masters_is_seen():
+def test_resume_with_narrowed_master_weights_is_found():
     model, optimizer, _ = prepared("bf16-master", Net(), None)
     stepped(model, optimizer)
     before = halfstep.audit(model, optimizer)
@@ -188,7 +188,7 @@ def test_a_resume_that_lost_the_masters_is_seen():
     assert change == "master: float32 (full) before, missing now: wte.weight, mlp.weight, mlp.bias and 3 more"
 
 
-def test_a_start_from_bf16_weights_is_a_note():
+def test_start_from_bf16_weights_is_a_note():
     model = Net()
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
@@ -199,7 +199,7 @@ def test_a_start_from_bf16_weights_is_a_note():
     assert halfstep.audit(model).findings == ()
 
 
-def test_masters_that_parameters_are_no_image_of():
+def test_parameters_that_differ_from_rounded_masters_are_found():
     model, optimizer, _ = prepared("bf16-master", Net(), None)
     stepped(model, optimizer)
     with torch.no_grad():
@@ -207,15 +207,15 @@ def test_masters_that_parameters_are_no_image_of():
     assert found(halfstep.audit(model, optimizer))["stray master"].tensors == ("mlp.weight",)
 
 
-def by_hand(model):
-    """As loops before torch.amp did it: the optimizer has float32 copies of its own."""
+def manual_masters(model):
+    """Float32 copies that the optimizer steps on, as training loops made them before torch.amp."""
     masters = [p.detach().float() + 2.0**-12 * p.detach().float() for p in model.parameters()]
     return masters, torch.optim.AdamW(masters, lr=1e-3)
 
 
-def test_master_copies_by_hand_are_recognised():
+def test_manual_master_copies_are_recognised():
     model = Net().bfloat16()
-    masters, optimizer = by_hand(model)
+    masters, optimizer = manual_masters(model)
     report = halfstep.audit(model, optimizer)
     assert set(found(report)) == {"master by hand"}
     assert found(report)["master by hand"].tensors == tuple(dict(model.named_parameters()))
@@ -225,7 +225,7 @@ def test_master_copies_by_hand_are_recognised():
     assert found(halfstep.audit(model, optimizer))["stale optimizer"].tensors == ("optimizer parameter 0",)
 
 
-def test_a_stale_optimizer():
+def test_stale_optimizer_is_found():
     model = Net()
     moved, optimizer = copy.deepcopy(model), adamw(model)
     report = halfstep.audit(moved, optimizer)
@@ -235,7 +235,7 @@ def test_a_stale_optimizer():
     assert report.nbytes == 2 * sum(p.nbytes for p in model.parameters())
 
 
-def test_parameters_that_nothing_steps_on_or_that_have_no_gradient():
+def test_parameters_without_optimizer_or_gradient_are_found():
     model = Net()
     optimizer = torch.optim.AdamW([p for name, p in model.named_parameters() if "norm" not in name])
     assert found(halfstep.audit(model, optimizer))["not in the optimizer"].tensors == ("norm.weight", "norm.bias")
@@ -248,7 +248,7 @@ def test_parameters_that_nothing_steps_on_or_that_have_no_gradient():
     assert halfstep.audit(model, optimizer).findings == ()
 
 
-def test_values_that_are_not_finite():
+def test_nonfinite_values_are_found():
     model = mlp()
     optimizer = adamw(model)
     train(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
@@ -269,7 +269,7 @@ def test_tied_weights_count_once():
     assert report.nbytes == report.held == storages(model, optimizer)
 
 
-def test_views_hold_more_than_they_are():
+def test_storages_larger_than_their_views_are_counted():
     model = Net()
     model.wte.weight.data = torch.randn(1000, 32)[:64]
     report = halfstep.audit(model)
@@ -278,7 +278,7 @@ def test_views_hold_more_than_they_are():
 
 
 class EightBit(torch.optim.SGD):
-    """State as bitsandbytes keeps it: codes, a maximum a block, and one table of levels for all."""
+    """States as bitsandbytes keeps them: codes, an absmax per block, and one shared table of levels."""
 
     def __init__(self, model):
         super().__init__(model.parameters(), lr=1e-3)
@@ -291,7 +291,7 @@ class EightBit(torch.optim.SGD):
             self.state[parameter] = {"state1": codes, "absmax1": torch.rand(-(-codes.numel() // 256)), "qmap1": levels}
 
 
-def test_states_of_eight_bits():
+def test_bitsandbytes_style_states_are_mixed():
     model = Net()
     optimizer = EightBit(model)
     report = halfstep.audit(model, optimizer)
@@ -304,7 +304,7 @@ def test_states_of_eight_bits():
     assert report.nbytes == report.held == storages(model, optimizer)
 
 
-def test_nothing_is_changed():
+def test_audit_changes_no_tensor():
     model, optimizer, _ = prepared("bf16-master", Net(), None)
     stepped(model, optimizer)
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -314,7 +314,7 @@ def test_nothing_is_changed():
     assert [p._version for p in model.parameters()] == versions
 
 
-def test_the_text_has_a_line_for_each_row_and_finding():
+def test_text_has_a_line_per_row_and_finding():
     model, optimizer, _ = prepared("bf16-nomaster", Net(), None)
     stepped(model, optimizer)
     report = halfstep.audit(model, optimizer, torch.amp.GradScaler("cpu", init_scale=1024.0))
@@ -329,7 +329,7 @@ def test_the_text_has_a_line_for_each_row_and_finding():
     assert all(line.startswith("  ") for line in said[1:])
 
 
-def test_roles_by_class_and_steps_that_groups_count():
+def test_roles_follow_classes_and_steps_follow_groups():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["step"] = 7  # as apex's and TransformerEngine's fused Adam
@@ -341,7 +341,7 @@ def test_roles_by_class_and_steps_that_groups_count():
     assert report.steps == (7, 7)
 
 
-def test_a_tensor_that_told_nothing_may_tell_something():
+def test_precision_known_only_after_training_is_no_difference():
     model = Net()
     before = halfstep.audit(model)
     with torch.no_grad():
@@ -350,7 +350,7 @@ def test_a_tensor_that_told_nothing_may_tell_something():
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
-def test_weights_that_were_quantised_to_integers_of_any_width_are_told(bits):
+def test_quantized_integers_of_any_width_are_recognised(bits):
     model, most = nn.Linear(64, 64, bias=False), 2 ** (bits - 1) - 1
     with torch.no_grad():
         model.weight.copy_(torch.randint(-most, most + 1, (64, 64)) * 0.0123)

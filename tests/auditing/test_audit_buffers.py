@@ -1,4 +1,4 @@
-"""Buffers that a cast rounded: `audit` finds them by their bits, `apply` warns of them. Exact tables are none."""
+"""Buffers rounded by a cast: found by `audit` from their bits, warned of by `apply`; exact tables give no finding."""
 
 import math
 
@@ -34,7 +34,7 @@ def found(*setup):
 @pytest.mark.parametrize("recipe", ["bf16-mixed", "fp16-mixed", "bf16-master", "bf16-split", "fp8-current", "fp32"])
 @pytest.mark.parametrize("cast", ["bfloat16", "half"])
 @pytest.mark.filterwarnings("ignore:.*parameters arrive in 16 bits")
-def test_what_a_cast_before_prepare_leaves_behind(recipe, cast):
+def test_buffers_cast_before_prepare_are_found(recipe, cast):
     model = getattr(Rotary(), cast)()
     assert ((model.inv_freq.double() - frequencies()) * 4000).abs().max() > (1 if cast == "bfloat16" else 0.1)
     with pytest.warns(UserWarning, match=r"1 of 1 buffers arrive rounded to 16 bits \(inv_freq in torch.b?float16\)"):
@@ -47,8 +47,11 @@ def test_what_a_cast_before_prepare_leaves_behind(recipe, cast):
     assert halfstep.audit(model, optimizer, scaler).warnings == ()
 
 
-def test_a_cast_there_and_back_is_seen_by_the_bits():
-    for persistent, level in ((False, "warning"), (True, "note")):  # the second may be what a 16-bit file held
+def test_buffers_cast_back_to_float32_are_found():
+    for persistent, level in (
+        (False, "warning"),
+        (True, "note"),
+    ):  # a persistent buffer may be rounded in the 16-bit file
         model = Rotary(persistent).bfloat16().float()
         (finding,) = found(model, adamw(model))
         assert (finding.level, finding.tensors) == (level, ("inv_freq",))
@@ -58,7 +61,7 @@ def test_a_cast_there_and_back_is_seen_by_the_bits():
     assert found(Rotary(), None) == []
 
 
-def test_a_recipe_that_keeps_no_float32_leaves_it_to_the_audit():
+def test_recipe_without_float32_warns_only_in_the_audit():
     model = Rotary().bfloat16()
     model, optimizer, scaler = halfstep.prepare(model, adamw(model), "bf16-stochastic")  # warnings are errors here
     assert found(model, optimizer, scaler)[0].level == "note"
@@ -67,7 +70,7 @@ def test_a_recipe_that_keeps_no_float32_leaves_it_to_the_audit():
     assert halfstep.audit(model, optimizer, scaler).findings == ()
 
 
-def test_scales_beside_codes_are_16_bit_ones():
+def test_16_bit_scales_beside_codes_give_no_finding():
     model = Rotary()
     model.register_buffer("scale", torch.rand(64).half())
     assert found(model)[0].tensors == ("scale",)
@@ -104,7 +107,7 @@ EXACT = {
 
 
 @for_each("name", ROUNDED)
-def test_values_that_were_rounded(name):
+def test_rounded_tables_are_recognised(name):
     for dtype in (torch.bfloat16, torch.float16):
         short = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
         values = ROUNDED[name].to(dtype)
@@ -114,7 +117,7 @@ def test_values_that_were_rounded(name):
 
 
 @for_each("name", EXACT)
-def test_values_that_were_exact_from_the_start(name):
+def test_exact_tables_are_not_reported(name):
     for values in (EXACT[name], EXACT[name].bfloat16(), EXACT[name].half()):
         assert torch.equal(values.float(), EXACT[name]) or name == "a mask"
         assert narrowed(scan(InMemory(values)), str(values.dtype)[6:]) is None

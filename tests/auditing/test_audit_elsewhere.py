@@ -1,4 +1,4 @@
-"""Audits of what others shard and quantise: FSDP2 and DDP on two ranks, torchao's and bitsandbytes' states."""
+"""`audit` of setups by other libraries: FSDP2 and DDP on two ranks, torchao's and bitsandbytes' states."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def ranks(tmp_path_factory):
 
 
 def by_kind(report):
-    """Bytes, whatever the bits say."""
+    """Bytes per (kind, dtype), summed over effective precisions."""
     found = {}
     for row in report.rows:
         if row.kind != "step":
@@ -55,7 +55,7 @@ def by_kind(report):
     return found
 
 
-def test_shards_of_all_ranks_are_the_whole(ranks):
+def test_fsdp_shards_of_all_ranks_sum_to_the_model(ranks):
     model = mlp()
     alone = step(model, adamw(model))
     assert by_kind(alone).keys() == {(kind, "float32") for kind in ("parameters", "gradients", "exp_avg", "exp_avg_sq")}
@@ -66,13 +66,13 @@ def test_shards_of_all_ranks_are_the_whole(ranks):
     assert {item.name for item in ranks["fsdp"][0].items} == set(dict(model.named_parameters()))
 
 
-def test_an_optimizer_from_before_sharding_is_stale(ranks):
+def test_optimizer_made_before_sharding_is_stale(ranks):
     for report in ranks["stale"]:
         assert [one.what for one in report.findings] == ["stale optimizer", "not in the optimizer"]
         assert len(report.findings[0].tensors) == 6
 
 
-def test_ddp_is_the_model_itself_with_gradients_in_buckets(ranks):
+def test_ddp_report_equals_the_plain_models(ranks):
     model = mlp()
     alone = step(model, adamw(model))
     for report in ranks["ddp"]:
@@ -82,7 +82,7 @@ def test_ddp_is_the_model_itself_with_gradients_in_buckets(ranks):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
-def test_torchao_states_are_counted_as_what_they_are():
+def test_torchao_8bit_states_are_counted_as_codes_and_scales():
     optim = pytest.importorskip("torchao.optim")
     model = nn.Linear(128, 128)
     report = step(model, optim.AdamW8bit(model.parameters()), torch.randn(4, 128))
@@ -93,7 +93,7 @@ def test_torchao_states_are_counted_as_what_they_are():
     assert report.warnings == ()
 
 
-def test_bitsandbytes_states_are_counted_as_what_they_are():
+def test_bitsandbytes_8bit_states_are_counted_as_codes():
     bnb = pytest.importorskip("bitsandbytes")
     model = nn.Linear(128, 128)
     report = step(model, bnb.optim.AdamW8bit(model.parameters()), torch.randn(4, 128))

@@ -1,4 +1,4 @@
-"""Audits saved, loaded and compared; and tensors that lie oddly in memory."""
+"""Audits saved, loaded and compared; tensors with unusual strides and storages."""
 
 import json
 
@@ -19,7 +19,7 @@ def audited(steps=3, name="bf16-master"):
     return halfstep.audit(model, optimizer, scaler)
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path):
+def test_saved_audit_loads_equal(tmp_path):
     report = audited()
     report.save(tmp_path / "audit.json")
     assert Audit.load(tmp_path / "audit.json") == report
@@ -37,13 +37,13 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
         ('{"schema": 1, "items": []}', r"is not a whole audit \('model'\); save it again"),
     ],
 )
-def test_files_that_hold_no_audit(tmp_path, text, message):
+def test_files_without_an_audit_raise(tmp_path, text, message):
     (tmp_path / "audit.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
         Audit.load(tmp_path / "audit.json")
 
 
-def test_differences_name_what_changed_and_ignore_gradients_that_one_side_lacks():
+def test_differences_name_changes_and_ignore_missing_gradients():
     model = nn.Sequential(nn.Linear(64, 64))
     optimizer = adamw(model)
     model(torch.randn(8, 64)).square().mean().backward()
@@ -69,7 +69,7 @@ def test_differences_name_what_changed_and_ignore_gradients_that_one_side_lacks(
     assert "parameters: shape (64, 64) before, (128, 64) now: 0.weight" in halfstep.audit(wider).differences(before)
 
 
-def test_a_loss_scale_that_a_resume_forgot():
+def test_loss_scale_lost_on_resume_is_a_difference():
     assert audited(name="fp16-mixed").differences(audited(name="fp16-mixed")) == ()
     model = mlp()
     scales = [halfstep.audit(model, None, torch.amp.GradScaler("cpu", init_scale=scale)) for scale in (8.0, 4.0)]
@@ -100,8 +100,8 @@ def test_a_loss_scale_that_a_resume_forgot():
         lambda t: t[:0],
     ],
 )
-def test_bits_are_read_in_whatever_order_they_lie(view, dtype, monkeypatch):
-    monkeypatch.setattr("halfstep.bits.scan.CHUNK", 256)  # so that runs are cut between and inside rows
+def test_scan_reads_any_strides(view, dtype, monkeypatch):
+    monkeypatch.setattr("halfstep.bits.scan.CHUNK", 256)  # so that contiguous runs are split between and within rows
     tensor = view(torch.randn(128, 64).to(dtype))
     found, dense = scanned(tensor), scanned(tensor.float().contiguous().to(dtype))
     if not tensor.numel():
@@ -114,12 +114,12 @@ def test_bits_are_read_in_whatever_order_they_lie(view, dtype, monkeypatch):
     assert found.amax == tensor.double().abs().max().item()
 
 
-def test_an_expanded_tensor_is_as_large_as_its_storage():
+def test_size_of_expanded_tensor_is_its_storage():
     tensor = torch.tensor([0.3]).expand(1000, 7)
     assert (size(tensor), scanned(tensor).table.size) == (4, 1)
 
 
-def test_tensors_without_values():
+def test_tensors_without_values_are_not_scanned():
     assert scanned(torch.zeros(4, 4, device="meta")) is None
     assert place(torch.zeros(4, 4, device="meta")) is None
     freed = torch.zeros(4)
@@ -131,7 +131,7 @@ def test_tensors_without_values():
 
 
 class Codes(torch.Tensor):
-    """A state made of two tensors, by torch's protocol, as torchao's are."""
+    """A traceable wrapper subclass of two tensors, as torchao's states are."""
 
     @staticmethod
     def __new__(cls, codes, scale):
@@ -149,7 +149,7 @@ class Codes(torch.Tensor):
         return cls(args[0].codes, args[0].scale)
 
 
-def test_leaves_are_the_plain_tensors_inside():
+def test_leaves_are_the_inner_plain_tensors():
     codes, scale, sparse = torch.zeros(4, dtype=torch.uint8), torch.ones(1), torch.eye(3).to_sparse()
     value = {"a": [Codes(codes, scale), 3, None], "b": (torch.ones(2),), "c": sparse}
     assert [(path, t.dtype) for path, t in leaves(value, "s")] == [
@@ -161,7 +161,7 @@ def test_leaves_are_the_plain_tensors_inside():
     ]
 
 
-def test_a_state_that_claims_float32_and_holds_codes():
+def test_wrapper_state_is_reported_by_its_inner_tensors():
     model = nn.Linear(8, 8, bias=False)
     optimizer = adamw(model)
     optimizer.state[model.weight]["exp_avg"] = Codes(torch.zeros(8, 8, dtype=torch.uint8), torch.ones(1))
@@ -169,7 +169,7 @@ def test_a_state_that_claims_float32_and_holds_codes():
     assert rows == {"parameters": ("float32", 256), "exp_avg.codes": ("uint8", 64), "exp_avg.scale": ("float32", 4)}
 
 
-def test_whether_a_copy_rounds_to_a_tensor():
+def test_rounds_to_compares_values_and_shapes():
     full = torch.randn(33, 5)
     assert rounds_to(full, full.bfloat16())
     assert rounds_to(full.t(), full.half().t())

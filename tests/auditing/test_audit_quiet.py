@@ -1,4 +1,4 @@
-"""Healthy set-ups, of which an audit warns of nothing, nor does `apply`: the family that a new finding has to pass."""
+"""Healthy setups, for which neither `audit` nor `apply` warns. New findings must pass them all."""
 
 import copy
 import math
@@ -14,7 +14,7 @@ from tiny import adamw, assert_same
 
 
 class Rotary(nn.Module):
-    """A Transformer with what modules keep in buffers: frequencies, tables, masks, positions, slopes."""
+    """A Transformer with typical buffers: frequencies, tables, masks, positions, slopes."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -116,7 +116,7 @@ def tied():
 
 
 class Lora(nn.Module):
-    """B starts at zero, so that A has no gradient yet."""
+    """A LoRA layer whose B starts at zero, so that A's first gradient is zero."""
 
     def __init__(self, base):
         super().__init__()
@@ -145,7 +145,7 @@ def lora_beside_bf16():
 
 
 def qlora():
-    """Codes of a quantised base, with 16-bit scales beside them, as GPTQ's layers keep them."""
+    """Codes of a quantized base with 16-bit scales, as GPTQ's layers keep them."""
     model, optimizer = fresh()
     model.base = nn.Module()
     model.base.register_buffer("qweight", torch.randint(0, 1 << 30, (8, 32), dtype=torch.int32))
@@ -153,20 +153,20 @@ def qlora():
     return model, optimizer
 
 
-def features():
+def head_only():
     model = Rotary().requires_grad_(False)
     model.head.requires_grad_()
     return stepped(model, adamw(model.head))
 
 
-def biases_alone():
+def biases_only():
     model = Rotary()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith("bias"))
     return stepped(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
 
 
-def images(frozen):
+def convolutional(frozen):
     torch.default_generator.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
     optimizer = adamw(model)
@@ -177,15 +177,15 @@ def images(frozen):
 
 
 def frozen_batch_norm():
-    return images(frozen=True)
+    return convolutional(frozen=True)
 
 
 def batch_norm():
-    return images(frozen=False)
+    return convolutional(frozen=False)
 
 
 class FrozenBatchNorm(nn.Module):
-    """As torchvision's."""
+    """Batch norm with all parameters in buffers, as torchvision's."""
 
     def __init__(self):
         super().__init__()
@@ -194,13 +194,13 @@ class FrozenBatchNorm(nn.Module):
 
 
 def frozen_batch_norm_of_buffers():
-    model, _ = images(frozen=True)
+    model, _ = convolutional(frozen=True)
     model[1] = FrozenBatchNorm()
     return model, adamw(model)
 
 
 class Experts(Rotary):
-    """Two experts, of which the tokens all go to one."""
+    """Two experts, where all tokens go to the first."""
 
     def __init__(self):
         super().__init__()
@@ -250,8 +250,8 @@ def averaged_in_bf16():
     return AveragedModel(Rotary().bfloat16(), multi_avg_fn=get_ema_multi_avg_fn(0.99)), None
 
 
-def bf16_at_a_decay_that_it_has():
-    """bf16 moments at a beta2 that bf16 can follow, beside the user's own float32 weights."""
+def bf16_moments():
+    """bf16 second moments at a beta2 that bf16 can represent, with float32 weights."""
     model, optimizer = trained()
     for group in optimizer.param_groups:
         group["betas"] = (0.9, 0.95)
@@ -261,26 +261,26 @@ def bf16_at_a_decay_that_it_has():
 
 
 def from_a_bf16_checkpoint():
-    """Weights and running statistics from a 16-bit file, in float32."""
+    """Float32 weights and running statistics loaded from a 16-bit file."""
     model, _ = batch_norm()
     model[1].running_mean.normal_()
     model.load_state_dict({key: value.bfloat16() for key, value in model.state_dict().items()})
     return model, adamw(model)
 
 
-def of_frozen_weights_alone():
+def frozen_weights_only():
     return Rotary().requires_grad_(False), None
 
 
 def in_16_bits():
-    """All in bf16, frequencies kept in float32, as transformers loads models."""
+    """All parameters in bf16 and frequencies in float32, as transformers loads models."""
     model = Rotary()
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     return model, None
 
 
-def one_group_at_rest():
+def zero_learning_rate():
     model = Rotary()
     groups = [{"params": model.embed.parameters(), "lr": 0.0}]
     groups.append({"params": [p for name, p in model.named_parameters() if not name.startswith("embed")]})
@@ -323,9 +323,9 @@ SETUPS = {
     made.__name__: made
     for made in (
         fresh, trained, under_autocast, accumulated, zeroed, zeroed_without_moments, warming_up, at_the_end_of_a_cosine,
-        tied, lora, lora_beside_bf16, qlora, features, biases_alone, batch_norm, frozen_batch_norm,
+        tied, lora, lora_beside_bf16, qlora, head_only, biases_only, batch_norm, frozen_batch_norm,
         frozen_batch_norm_of_buffers, unused_experts, target_network, averaged, averaged_in_bf16,
-        bf16_at_a_decay_that_it_has, from_a_bf16_checkpoint, of_frozen_weights_alone, in_16_bits, one_group_at_rest,
+        bf16_moments, from_a_bf16_checkpoint, frozen_weights_only, in_16_bits, zero_learning_rate,
         rms_norms, router_in_float32, cached_keys, spectral_norm,
     )
 }  # fmt: skip
@@ -335,18 +335,18 @@ NOTED = {
     "zeroed": {"gradients are zero"},
     "zeroed_without_moments": {"gradients are zero"},
     "tied": {"shared"},
-    "from_a_bf16_checkpoint": {"started narrow"},  # its statistics are off by less than bf16 inputs are
-    "bf16_at_a_decay_that_it_has": set(),
+    "from_a_bf16_checkpoint": {"started narrow"},  # statistics off by less than bf16 inputs are
+    "bf16_moments": set(),
     "averaged_in_bf16": {"rounded buffers"},
     "router_in_float32": {"outside autocast"},
 }
-"""What may be intended is a note, and the others say nothing at all."""
+"""The notes of setups that may be intended; the other setups have no finding."""
 
 
 @for_each(
     "name", SETUPS, fast=[*NOTED, "fresh", "trained", "warming_up", "lora", "qlora", "batch_norm", "unused_experts"]
 )
-def test_healthy_setups_are_not_warned_of(name):
+def test_healthy_setups_give_no_warnings(name):
     model, optimizer = SETUPS[name]()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     found = halfstep.audit(model, optimizer)
@@ -356,7 +356,7 @@ def test_healthy_setups_are_not_warned_of(name):
 
 
 @for_each("name", SETUPS)
-def test_nor_does_apply_warn_of_their_buffers(name):
+def test_apply_gives_no_warnings_for_healthy_buffers(name):
     for recipe in ("bf16-mixed", "bf16-master"):
         model, _ = SETUPS[name]()
         if all(p.dtype == torch.float32 for p in model.parameters()):

@@ -1,4 +1,4 @@
-"""A watch on running optimizers: what it counts as lost is what a loop's own copies say, and it moves no bit."""
+"""`Watch` on running optimizers: lost updates equal those found by comparing copies of the weights."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def backward(model, seed=0):
 
 
 def watched(model, *optimizers, steps=3, **watch):
-    """The one report of a loop, and what its own copies say of the last step: (lost, wanted)."""
+    """The loop's only report, and (lost, wanted) updates of its last step, counted from copies of the weights."""
     with Watch(**watch) as seen:
         for seed in range(steps):
             backward(model, seed)
@@ -52,7 +52,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize(("maker", "dtype"), in_turn([*MAKERS], [torch.bfloat16, torch.float16, torch.float32]))
-def test_it_counts_what_copies_of_the_weights_say(maker, dtype):
+def test_lost_updates_equal_those_of_copied_weights(maker, dtype):
     model = mlp().to(dtype)
     report, (lost, wanted) = watched(model, MAKERS[maker](model.parameters()))
     assert [(one.lost, one.looked) for one in report.updates] == [(lost, wanted)]
@@ -89,7 +89,7 @@ def test_large_tensors_are_sampled_evenly(monkeypatch):
         ("bf16-mixed", "alone", False),
     ],
 )
-def test_what_is_kept_beside_a_weight_takes_its_updates(recipe, kept, loses):
+def test_masters_and_stochastic_rounding_lose_no_updates(recipe, kept, loses):
     model, optimizer, _ = halfstep.prepare(m := mlp().bfloat16(), AdamW(m.parameters(), lr=1e-5), recipe)
     report, _ = watched(model, optimizer)
     assert [(one.kept, one.harmful) for one in report.updates] == [(kept, loses)]
@@ -98,7 +98,7 @@ def test_what_is_kept_beside_a_weight_takes_its_updates(recipe, kept, loses):
         assert report.updates[0].share < 0.01
 
 
-def test_the_last_step_of_half_the_highest_rate_is_told_and_the_peak_of_the_schedule():
+def test_report_is_of_a_step_near_the_peak_rate():
     model = mlp().bfloat16()
     optimizer = AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: [0.0, 0.4, 0.3, 0.1][step])
@@ -114,7 +114,7 @@ def test_the_last_step_of_half_the_highest_rate_is_told_and_the_peak_of_the_sche
     assert "a schedule reaches 0.001" in re.sub(r"\s+", " ", str(report))
 
 
-def test_several_optimizers_of_one_model_are_one_report_and_two_models_are_two():
+def test_one_report_per_model_for_several_optimizers():
     model, other = mlp().bfloat16(), mlp(1)
     first, second = AdamW([*model.parameters()][:2], lr=1e-5), SGD([*model.parameters()][2:], lr=1e-5)
     third = adamw(other)
@@ -132,8 +132,8 @@ def test_several_optimizers_of_one_model_are_one_report_and_two_models_are_two()
     assert "Your updates arrive" in str(two)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when it compiles for the first time
-def test_wrappers_are_taken_off_and_a_compiled_step_is_seen():
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's first compilation
+def test_compiled_models_and_steps_are_watched():
     model = mlp().bfloat16()
     compiled = torch.compile(model, backend="eager")
     optimizer = AdamW(model.parameters(), lr=1e-5)
@@ -147,7 +147,7 @@ def test_wrappers_are_taken_off_and_a_compiled_step_is_seen():
     assert report.loses
 
 
-def test_skipped_steps_and_infinities_are_no_updates():
+def test_skipped_steps_and_infinities_count_no_updates():
     model = mlp()
     optimizer = AdamW(model.parameters(), lr=1e-3, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
@@ -167,7 +167,7 @@ def test_skipped_steps_and_infinities_are_no_updates():
     assert "No update to compare" in str(report)
 
 
-def test_programs_without_steps_and_optimizers_of_copies_are_told_apart():
+def test_runs_without_steps_or_with_flat_copies_raise():
     with Watch() as seen:
         pass
     with pytest.raises(RunError, match="no torch optimizer took a step"):
@@ -180,8 +180,8 @@ def test_programs_without_steps_and_optimizers_of_copies_are_told_apart():
         running(seen)
 
 
-def test_the_lines_that_mend_it_mend_it():
-    """They are run as they are printed."""
+def test_printed_remedy_stops_the_loss():
+    """The printed lines are executed."""
     model = mlp().bfloat16()
     report, _ = watched(model, AdamW(model.parameters(), lr=1e-5))
     assert report.mend.recipes == {"bf16-6byte": 6.03125, "bf16-master": 16}
@@ -193,7 +193,7 @@ def test_the_lines_that_mend_it_mend_it():
     assert not mended.loses
 
 
-def test_figures_are_those_that_were_kept():
+def test_measured_figures_equal_benchmark_results():
     rates = json.loads(KEPT.read_text())["rates"]
     recipes = {"bfloat16": "bf16-nomaster", "float16": "fp16-nomaster"}
     for dtype, shares in MEASURED.items():
@@ -209,7 +209,7 @@ def test_figures_are_those_that_were_kept():
     assert min(cures) > 0.985  # "99% or more"
 
 
-def test_reports_are_json(tmp_path):
+def test_reports_convert_to_json(tmp_path):
     model = mlp().bfloat16()
     report, _ = watched(model, AdamW(model.parameters(), lr=1e-5))
     data = json.loads(json.dumps(report.to_dict()))
@@ -218,7 +218,7 @@ def test_reports_are_json(tmp_path):
     assert max(map(len, str(report).splitlines())) <= 100
 
 
-def test_enough_is_called_before_one_step_more():
+def test_callback_runs_after_the_given_number_of_steps():
     model, ended = mlp(), []
     optimizer = adamw(model)
     with Watch(2, lambda: ended.append(seen.steps)) as seen:
@@ -228,8 +228,8 @@ def test_enough_is_called_before_one_step_more():
     assert ended == [2]
 
 
-def test_the_trainer_is_the_one_whose_optimizer_steps():
-    """Another one in memory, or one that has trained, says nothing about a loop of one's own."""
+def test_trainer_is_found_by_its_stepping_optimizer():
+    """Trainers that are idle or hold another optimizer do not count."""
     trainer = type("Trainer", (), {"__module__": "transformers.trainer", "optimizer": None})
     weight, (other, idle) = nn.Parameter(torch.ones(3)), (trainer(), trainer())
     optimizer = torch.optim.SGD([weight], lr=0.1)

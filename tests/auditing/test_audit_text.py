@@ -1,4 +1,4 @@
-"""What a reader sees of an audit: lines that fit a page, and columns that say nothing untrue."""
+"""The text of an audit: line lengths and displayed values."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tiny import adamw, mlp, prepared, train
 
 
 class Named(nn.Module):
-    """As many roles, and as long names, as a Transformer of Hugging Face."""
+    """A model with as many roles and as long names as a Hugging Face Transformer's."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ class Named(nn.Module):
 
 @pytest.mark.quick("bf16-kahan")
 @pytest.mark.parametrize("recipe", ["bf16-nomaster", "bf16-kahan", "bf16-collage-plus", "fp8lm-o2", "fp8-delayed"])
-def test_lines_are_no_longer_than_a_page_is_wide(recipe):
+def test_lines_have_at_most_100_characters(recipe):
     torch.manual_seed(0)
     model, optimizer, scaler = prepared(recipe, Named(), None)
     for _ in range(2):  # before a step, and after one
@@ -36,7 +36,7 @@ def test_lines_are_no_longer_than_a_page_is_wide(recipe):
         train(model, optimizer, scaler, data=(torch.arange(64), torch.arange(64)), loss_of=nn.functional.cross_entropy)
 
 
-def test_scales_have_no_precision_to_lose_and_are_one_row():
+def test_scales_are_one_row_without_effective_precision():
     model, optimizer, scaler = prepared("fp8-delayed", Named(), None)
     train(model, optimizer, scaler, data=(torch.arange(64), torch.arange(64)), loss_of=nn.functional.cross_entropy)
     (scales,) = (row for row in halfstep.audit(model, optimizer).rows if row.kind == "scales")
@@ -44,8 +44,8 @@ def test_scales_have_no_precision_to_lose_and_are_one_row():
     assert scales.tensors > 3
 
 
-def test_bf16_within_the_range_of_fp16_is_used_in_full():
-    """Of 8 significant bits, which fp16's 11 hold: that all values fit says nothing of their precision."""
+def test_bf16_values_within_fp16_range_are_full_bf16():
+    """fp16 holds bf16's 8 significant bits, so that values fit fp16 says nothing of their precision."""
     model = nn.Linear(64, 64, bias=False).bfloat16()
     with torch.no_grad():
         model.weight.uniform_(1, 2)
@@ -55,14 +55,14 @@ def test_bf16_within_the_range_of_fp16_is_used_in_full():
     assert [row.effective for row in halfstep.audit(model).rows] == ["bf16"]
 
 
-def test_an_expanded_tensor_counts_the_values_that_it_keeps():
+def test_expanded_tensor_counts_its_stored_values():
     model = mlp()
     model.register_buffer("mask", torch.zeros(()).expand(50, 50))
     (row,) = (row for row in halfstep.audit(model, adamw(model)).rows if row.kind == "buffers")
     assert (row.numel, row.nbytes) == (1, 4)
 
 
-def test_what_is_too_small_for_three_decimals_is_not_shown_as_nothing():
+def test_tiny_sizes_are_shown_as_less_than():
     model = nn.Linear(2, 2)
     text = str(halfstep.audit(model))
     assert " <0.001    4.000" in text

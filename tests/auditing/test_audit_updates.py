@@ -1,4 +1,4 @@
-"""Set-ups whose updates cannot arrive, and a healthy one beside each: found there, silent here."""
+"""Setups whose updates are lost are found; healthy variants of each give no finding."""
 
 import copy
 
@@ -16,7 +16,7 @@ TOKENS = torch.arange(64)
 
 
 class Block(nn.Module):
-    """A residual block; `wide` takes it out of autocast."""
+    """A residual block; `wide` runs it outside autocast."""
 
     def __init__(self, wide=False):
         super().__init__()
@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 def stepped(model, optimizer, scale=1.0, steps=2, autocast=False):
-    """Trained, with gradients still there."""
+    """Train for `steps`; leaves the last gradients in place."""
     for _ in range(steps):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -60,14 +60,14 @@ def stepped(model, optimizer, scale=1.0, steps=2, autocast=False):
 
 
 def finding(what, *setup):
-    """The one finding of that name, or None."""
+    """The only finding named `what`, or None."""
     found = [one for one in halfstep.audit(*setup).findings if one.what == what]
     assert len(found) <= 1
     return found[0] if found else None
 
 
 def moments(dtype, beta2=0.999):
-    """AdamW with the second moments in a type, as if it kept them so."""
+    """AdamW with its second moments cast to `dtype` after a step."""
     model = Net()
     model, optimizer = stepped(model, adamw(model, betas=(0.9, beta2)))
     for state in optimizer.state.values():
@@ -76,7 +76,7 @@ def moments(dtype, beta2=0.999):
 
 
 def half(size):
-    """A model in fp16 after a step on gradients of that size."""
+    """A model in fp16 after a step on gradients of magnitude `size`."""
     model = Net().half()
     optimizer = adamw(model, eps=1e-4)
     for parameter in model.parameters():
@@ -85,7 +85,7 @@ def half(size):
     return model, optimizer
 
 
-def test_second_moments_that_underflowed():
+def test_underflowed_second_moments_are_found():
     model, optimizer = half(1e-4)
     gone = finding("second moments vanished", model, optimizer)
     assert (gone.level, gone.tensors) == ("warning", tuple(dict(model.named_parameters())))
@@ -102,7 +102,7 @@ def test_second_moments_that_underflowed():
     assert (found.tensors if found else ()) == tuple(name for name, share in shares.items() if share > 0.5)
 
 
-def test_an_expert_that_no_token_reached_has_no_second_moment_and_no_first():
+def test_unused_expert_with_zero_moments_gives_no_warning():
     model = Net()
     model.blocks[1].register_forward_hook(lambda block, args, output: args[0] + 0 * output)
     model, optimizer = stepped(model, adamw(model))
@@ -120,8 +120,8 @@ def test_an_expert_that_no_token_reached_has_no_second_moment_and_no_first():
         (torch.float16, 0.9999, True),
     ],
 )
-def test_second_moments_that_cannot_decay(dtype, beta2, still):
-    """All values of a type, times beta2: either all stay, and it is said, or not all do."""
+def test_second_moments_that_cannot_decay_are_found(dtype, beta2, still):
+    """If beta2 times every value of the dtype rounds back to that value, the audit must say so, else not."""
     every = torch.linspace(1, 2, 1 + 2**10).to(dtype)
     assert torch.equal((every.double() * beta2).to(dtype), every) == still
     found = finding("average stands still", *moments(dtype, beta2))
@@ -134,8 +134,8 @@ def test_second_moments_that_cannot_decay(dtype, beta2, still):
 
 
 @pytest.mark.parametrize(("name", "still"), [("bf16-pure", True), ("bf16-collage-plus", False)])
-def test_second_moments_of_recipes(name, still):
-    """Collage-plus keeps beside the second moment what its rounding takes."""
+def test_finding_for_second_moments_of_recipes(name, still):
+    """Collage-plus stores the rounding error of the second moment beside it."""
     model, optimizer, scaler = prepared(name, Net(), None)
     stepped(model, optimizer)
     assert (finding("average stands still", model, optimizer, scaler) is not None) == still
@@ -146,7 +146,7 @@ def ema(decay, dtype):
 
 
 class Averaged(nn.Module):
-    """As timm, diffusers and others write it."""
+    """A weight average as timm, diffusers and others write it."""
 
     def __init__(self, decay, dtype):
         super().__init__()
@@ -154,7 +154,7 @@ class Averaged(nn.Module):
 
 
 @pytest.mark.parametrize("average", [ema, Averaged])
-def test_averages_of_weights(average):
+def test_weight_averages_that_cannot_decay_are_found(average):
     found = finding("average stands still", average(0.9999, torch.bfloat16))
     assert found.level == "warning"
     assert "averages of weights or activations in bfloat16 that cannot decay: 0.9999 times" in found.text
@@ -164,7 +164,7 @@ def test_averages_of_weights(average):
         assert halfstep.audit(average(decay, dtype)).findings == ()
 
 
-def test_running_statistics_in_16_bits():
+def test_16_bit_running_statistics_that_cannot_decay_are_found():
     for momentum, still in ((0.1, False), (0.001, True), (None, False)):
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=momentum)).bfloat16()
         found = finding("average stands still", model)
@@ -172,7 +172,7 @@ def test_running_statistics_in_16_bits():
 
 
 @pytest.mark.parametrize("lr", [1e-3, 1e-10, 3e-9])
-def test_a_learning_rate_that_float32_is_too_coarse_for(lr):
+def test_learning_rate_below_float32_resolution_is_found(lr):
     model = Net()
     found = finding("learning rate too small", model, adamw(model, lr=lr))
     lost = {}
@@ -189,21 +189,21 @@ def test_a_learning_rate_that_float32_is_too_coarse_for(lr):
         assert "norm 100%" in found.text
 
 
-def test_a_schedule_that_begins_near_zero_is_none():
+def test_warmup_schedule_gives_no_finding():
     model = Net()
     optimizer = adamw(model, lr=1e-3)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1e-9)
     assert halfstep.audit(model, optimizer).findings == ()
 
 
-def test_a_learning_rate_too_small_for_masters():
+def test_learning_rate_too_small_for_masters_is_found():
     model, optimizer, _ = prepared("bf16-master", Net(), None)
     assert finding("learning rate too small", model, optimizer) is None
     optimizer.param_groups[0]["lr"] = 1e-9
     assert "norm.weight" in finding("learning rate too small", model, optimizer).tensors
 
 
-def test_gradients_that_are_all_zero():
+def test_all_zero_gradients_are_found():
     model = Net()
     optimizer = adamw(model)
     (0 * model(TOKENS).sum()).backward()
@@ -219,7 +219,7 @@ def test_gradients_that_are_all_zero():
     assert halfstep.audit(model, optimizer).warnings == ()
 
 
-def test_a_loss_scale_that_ran_down():
+def test_tiny_loss_scale_is_found():
     model = Net()
     scaler = torch.amp.GradScaler("cpu", init_scale=5e-7)
     found = finding("loss scale too small", model, None, scaler)
@@ -229,7 +229,7 @@ def test_a_loss_scale_that_ran_down():
         assert halfstep.audit(model, None, torch.amp.GradScaler("cpu", init_scale=scale)).findings == ()
 
 
-def test_a_block_outside_autocast():
+def test_block_outside_autocast_is_noted():
     model = Net(wide=True)
     model, optimizer = stepped(model, adamw(model), steps=1, autocast=True)
     found = finding("outside autocast", model, optimizer)
@@ -243,7 +243,7 @@ def test_a_block_outside_autocast():
     assert finding("outside autocast", *stepped(model, adamw(model), steps=1, autocast=True)) is None
 
 
-def test_a_norm_that_is_frozen_alone():
+def test_frozen_norm_in_trained_block_is_noted():
     model = Net()
     model.blocks[1].norm.requires_grad_(False)
     found = finding("frozen norm", model, adamw(model))

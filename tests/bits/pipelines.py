@@ -1,8 +1,7 @@
-"""Tensors of described history: source, quantiser, what shares a scale, its rule, what was done since, stored type.
+"""Generated tensors of known history: source, quantizer, tile and rule of the scales, later changes, stored dtype.
 
-A pipeline is drawn from the space of its family. Its `past` are the tags that a true verdict may name, its `right`
-the verdicts' keys that name it best; both follow from the description, none from a verdict.
-"""
+Pipelines are drawn at random from the space of each family. `past` gives the tags that a true verdict may name, `right`
+a pattern of the keys that name the history best; both follow from the description, not from a verdict."""
 
 from __future__ import annotations
 
@@ -18,11 +17,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Pipeline:
-    """One history. `tile` is what shares a scale, `rule` how it is chosen, `after` what was done to values since."""
+    """One history. `tile`: the elements that share a scale; `rule`: how the scale is chosen; `after`: what was done to
+    the values after quantization."""
 
     family: str
     source: str = "normal"
-    quantiser: str = "none"
+    quantizer: str = "none"
     tile: str = "tensor"
     rule: str = "absmax"
     after: str = "none"
@@ -33,7 +33,7 @@ class Pipeline:
     @property
     def name(self) -> str:
         """The description."""
-        return f"{self.family}: {self.source}, {self.quantiser} {self.tile} {self.rule}, {self.after}, {self.stored}"
+        return f"{self.family}: {self.source}, {self.quantizer} {self.tile} {self.rule}, {self.after}, {self.stored}"
 
 
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,44 +46,44 @@ SPACES: dict[str, dict[str, tuple[str, ...]]] = {
     "trained": {"source": (*TRAINED, "norm", "small"), "stored": ("float32", "bfloat16", "float16")},
     "casts": {
         "source": (*TRAINED, "norm", "small"),
-        "quantiser": ("bf16", "fp16", "tf32", "tf32", "bf16 fp16", "6 bits", "9 bits", "14 bits", "17 bits"),
+        "quantizer": ("bf16", "fp16", "tf32", "tf32", "bf16 fp16", "6 bits", "9 bits", "14 bits", "17 bits"),
     },
     "integers": {
         "source": TRAINED,
-        "quantiser": tuple(f"int{bits}" for bits in range(2, 9)),
+        "quantizer": tuple(f"int{bits}" for bits in range(2, 9)),
         "tile": LOOKED,
         "rule": ("absmax", "clipped", "fp16"),
         "stored": ("float32", "bfloat16", "float16"),
     },
     "integers under powers of two": {
         "source": TRAINED,
-        "quantiser": tuple(f"int{bits}" for bits in range(3, 9)),
+        "quantizer": tuple(f"int{bits}" for bits in range(3, 9)),
         "tile": ("tensor", "row", "1x32", "1x16", "128x128"),
         "rule": ("power of two",),
         "stored": ("float32", "bfloat16", "float16"),
     },
     "small floats": {
         "source": TRAINED,
-        "quantiser": FLOATS,
+        "quantizer": FLOATS,
         "tile": LOOKED,
         "rule": ("absmax", "power of two", "two levels"),
         "stored": ("float32", "bfloat16"),
     },
     "tables": {
         "source": TRAINED,
-        "quantiser": (*TABLES, "palette 5", "palette 16", "palette 200", "zero 4", "zero 8", "float zero 4"),
+        "quantizer": (*TABLES, "palette 5", "palette 16", "palette 200", "zero 4", "zero 8", "float zero 4"),
         "tile": ("tensor", "row", "1x64", "1x128"),
         "stored": ("float32", "bfloat16", "float16"),
     },
     "signs": {
         "source": TRAINED,
-        "quantiser": ("ternary", "binary"),
+        "quantizer": ("ternary", "binary"),
         "tile": ("tensor", "row", "1x128"),
         "stored": ("float32", "bfloat16", "float16"),
     },
     "elsewhere": {
         "source": TRAINED,
-        "quantiser": ("int8", "int4", "float8_e4m3fn", "nf4"),
+        "quantizer": ("int8", "int4", "float8_e4m3fn", "nf4"),
         "tile": ("column", "filter", "flat", "128x1"),
         "after": ("none", "none", "row factors", "column factors"),
         "stored": ("float32", "bfloat16", "float16"),
@@ -94,54 +94,54 @@ SPACES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "scaled": {
         "source": TRAINED,
-        "quantiser": ("bf16", "fp16", "int8", "float8_e4m3fn"),
+        "quantizer": ("bf16", "fp16", "int8", "float8_e4m3fn"),
         "tile": ("row", "128x128"),
         "after": ("times 0.1", "times 0.1", "row factors", "column factors"),
         "stored": ("float32", "float32", "bfloat16"),
     },
     "mixed": {
         "source": TRAINED,
-        "quantiser": ("bf16", "fp16", "int8", "float8_e4m3fn"),
+        "quantizer": ("bf16", "fp16", "int8", "float8_e4m3fn"),
         "tile": ("row",),
         "after": ("averaged", "LoRA", "tuned 0.01", "tuned 0.5", "rows tuned", "pruned"),
     },
     "repeated": {
         "source": TRAINED,
-        "quantiser": ("none", "none", "none", "bf16", "int8"),
+        "quantizer": ("none", "none", "none", "bf16", "int8"),
         "tile": ("row",),
         "after": ("heads", "doubled", "circulant", "grown"),
         "stored": ("float32", "bfloat16"),
     },
     "slivers": {
         "source": ("log2 with outliers", "ones", "whole with outliers"),
-        "quantiser": ("none", "bf16"),
+        "quantizer": ("none", "bf16"),
         "stored": ("float32", "bfloat16"),
     },
 }
 
 
 def possible(one: Pipeline) -> bool:
-    """Whether the history makes sense, and whether something of it is left to be told."""
+    """Whether the history makes sense and leaves a trace in the values."""
     width = {"bfloat16": 8, "float16": 11, "float32": 24}[one.stored]
     if one.family == "casts":
         return one.stored == "float32"
-    if one.rule == "two levels" and not (one.quantiser == "float4_e2m1fn" and one.tile == "1x16"):
+    if one.rule == "two levels" and not (one.quantizer == "float4_e2m1fn" and one.tile == "1x16"):
         return False
-    if one.quantiser.startswith("palette") and one.tile != "tensor" and one.quantiser != "palette 16":
+    if one.quantizer.startswith("palette") and one.tile != "tensor" and one.quantizer != "palette 16":
         return False
-    if one.quantiser in TABLES and one.tile == "tensor":
+    if one.quantizer in TABLES and one.tile == "tensor":
         return False
-    if one.quantiser == "zero 8" and one.stored == "bfloat16":
+    if one.quantizer == "zero 8" and one.stored == "bfloat16":
         return False
     if one.family == "elsewhere" and one.after != "none" and one.tile != "filter":
         return False
     if one.stored == "float16" and one.source == "heavy":
-        return False  # subnormal values have more of fp16 in them than of the quantiser
-    return not (one.quantiser in ("bf16", "fp16") and width < 24 and one.family in ("scaled", "slivers"))
+        return False  # subnormal values show fp16's rounding rather than the quantizer's
+    return not (one.quantizer in ("bf16", "fp16") and width < 24 and one.family in ("scaled", "slivers"))
 
 
 def drawn(seed: int, shape: tuple[int, int], each: int) -> list[Pipeline]:
-    """So many pipelines of each family."""
+    """`each` random pipelines of every family."""
     choose, found = random.Random(seed), []
     for family, space in SPACES.items():
         some: dict[str, Pipeline] = {}
@@ -154,19 +154,19 @@ def drawn(seed: int, shape: tuple[int, int], each: int) -> list[Pipeline]:
 
 
 def made(one: Pipeline) -> Tensor:
-    """The tensor."""
+    """The tensor of a pipeline."""
     g = torch.Generator().manual_seed(one.seed)
     dtype = getattr(torch, one.stored)
     x = source(one, g)
     if one.after == "circulant":
         x = circulant(x)
-    x = quantised(x, one) if one.quantiser != "none" else x
+    x = quantized(x, one) if one.quantizer != "none" else x
     x = treated(x, one, g).to(dtype)
     return x.flatten() if one.tile == "flat" else x.contiguous()
 
 
 def source(one: Pipeline, g: torch.Generator) -> Tensor:
-    """Values before anything was done to them, in float32."""
+    """The source values in float32, before quantization."""
     rows, columns = one.shape
     kind, _, size = one.source.partition(" ")
     x = torch.randn(one.shape, generator=g)
@@ -200,7 +200,7 @@ def source(one: Pipeline, g: torch.Generator) -> Tensor:
 
 
 def circulant(x: Tensor, size: int = 64) -> Tensor:
-    """Blocks whose rows are the first one, turned."""
+    """Block-circulant values: each row of a block is the first one, rotated by one more element."""
     rows, columns = (side // size for side in x.shape)
     first = x[:rows, : columns * size].view(rows, 1, columns, size)
     turned = torch.cat([first.roll(i, -1) for i in range(size)], 1)
@@ -208,13 +208,13 @@ def circulant(x: Tensor, size: int = 64) -> Tensor:
 
 
 def bits_of(x: Tensor, bits: int) -> Tensor:
-    """Rounded to so many significant bits."""
+    """x rounded to `bits` significant bits."""
     mantissa, exponent = torch.frexp(x.double())
     return torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent).float()
 
 
 def tiles(x: Tensor, tile: str) -> Tensor:
-    """The values, each row one tile's; `untiled` undoes it."""
+    """x reshaped to one row per tile; `untiled` undoes it."""
     rows, columns = x.shape
     if tile == "tensor":
         return x.reshape(1, -1)
@@ -227,7 +227,7 @@ def tiles(x: Tensor, tile: str) -> Tensor:
 
 
 def untiled(values: Tensor, tile: str, shape: torch.Size) -> Tensor:
-    """The values in their places."""
+    """Tiled values in the original shape and order."""
     rows, columns = shape
     if tile == "column":
         return values.t().contiguous()
@@ -237,15 +237,15 @@ def untiled(values: Tensor, tile: str, shape: torch.Size) -> Tensor:
     return values.reshape(rows // high, columns // wide, high, wide).permute(0, 2, 1, 3).reshape(shape)
 
 
-def quantised(x: Tensor, one: Pipeline) -> Tensor:
-    """Rounded and decoded again, in float32; a filter's window is the last two of four dimensions."""
-    kind, _, size = one.quantiser.partition(" ")
-    if one.quantiser == "bf16 fp16":
+def quantized(x: Tensor, one: Pipeline) -> Tensor:
+    """x rounded and dequantized in float32. A filter's window is the last two of four dimensions."""
+    kind, _, size = one.quantizer.partition(" ")
+    if one.quantizer == "bf16 fp16":
         return x.bfloat16().half().float()
-    if one.quantiser in CASTS:
-        return x.to(CASTS[one.quantiser]).float()
-    if one.quantiser == "tf32" or size == "bits":
-        return bits_of(x, 11 if one.quantiser == "tf32" else int(kind))
+    if one.quantizer in CASTS:
+        return x.to(CASTS[one.quantizer]).float()
+    if one.quantizer == "tf32" or size == "bits":
+        return bits_of(x, 11 if one.quantizer == "tf32" else int(kind))
     if one.tile == "filter":
         x = x[:, : x.shape[1] // 9 * 9]
     values = untiled(in_tiles(tiles(x, one.tile), one), one.tile, x.shape)
@@ -253,11 +253,11 @@ def quantised(x: Tensor, one: Pipeline) -> Tensor:
 
 
 def in_tiles(x: Tensor, one: Pipeline) -> Tensor:
-    """The same of tiles, a row each."""
-    kind, _, size = one.quantiser.rpartition(" ")
-    if one.quantiser in ("ternary", "binary"):
+    """`quantized` for values with one row per tile."""
+    kind, _, size = one.quantizer.rpartition(" ")
+    if one.quantizer in ("ternary", "binary"):
         scale = x.abs().mean(1, keepdim=True)
-        return (x / scale).round().clamp(-1, 1) * scale if one.quantiser == "ternary" else x.sign() * scale
+        return (x / scale).round().clamp(-1, 1) * scale if one.quantizer == "ternary" else x.sign() * scale
     if kind == "palette":
         wanted = torch.linspace(0.5 / int(size), 1 - 0.5 / int(size), int(size))
         levels = torch.stack([row.sort().values[(wanted * row.numel()).long()] for row in x])
@@ -269,10 +269,10 @@ def in_tiles(x: Tensor, one: Pipeline) -> Tensor:
             return ((x - low) / step).round() * step + low
         zero = (-low / step).round()
         return ((x / step + zero).round().clamp(0, 2 ** int(size) - 1) - zero) * step
-    if one.quantiser.startswith("int"):
-        largest, rounded = 2 ** (int(one.quantiser[3:]) - 1) - 1, torch.round
+    if one.quantizer.startswith("int"):
+        largest, rounded = 2 ** (int(one.quantizer[3:]) - 1) - 1, torch.round
     else:
-        largest, rounded = ROUND[one.quantiser]
+        largest, rounded = ROUND[one.quantizer]
     amax = x.abs().amax(1, keepdim=True) * (0.7 if one.rule == "clipped" else 1)
     scale = amax / largest
     if one.rule == "fp16":
@@ -285,7 +285,7 @@ def in_tiles(x: Tensor, one: Pipeline) -> Tensor:
 
 
 def treated(x: Tensor, one: Pipeline, g: torch.Generator) -> Tensor:
-    """What was done to the values since they were quantised."""
+    """The values after what `one.after` names, such as a factor, an average or fine-tuning."""
     kind, _, share = one.after.partition(" ")
     rows, columns = x.shape[:2]
     near = x + torch.randn(x.shape, generator=g) * x.std() * 0.01
@@ -296,7 +296,7 @@ def treated(x: Tensor, one: Pipeline, g: torch.Generator) -> Tensor:
     if one.after == "column factors":
         return x * (torch.rand(columns, *[1] * (x.dim() - 2), generator=g) + 0.5)
     if one.after == "averaged":
-        return (x + (quantised(near, one))) / 2
+        return (x + (quantized(near, one))) / 2
     if one.after == "LoRA":
         return x + torch.randn(rows, 8, generator=g) @ torch.randn(8, columns, generator=g) / 999
     if kind == "tuned":
@@ -305,41 +305,41 @@ def treated(x: Tensor, one: Pipeline, g: torch.Generator) -> Tensor:
         return torch.where(torch.arange(rows)[:, None] % 7 == 3, near, x)
     if one.after == "pruned":
         return x * (x.abs() > x.abs().median())
-    if one.after == "heads":  # 4 heads' keys for each of 16
+    if one.after == "heads":  # keys of 4 heads, each repeated for 4 of 16 heads
         heads = x[: rows // 64 * 16].reshape(4, -1, columns)
         return heads.repeat_interleave(4, 0).reshape(-1, columns)
     if one.after == "doubled":
         return x[:, : columns // 2].repeat(1, 2)
-    if one.after == "grown":  # Net2Net: neurons again, their inputs as they are
+    if one.after == "grown":  # Net2Net: duplicated neurons with unchanged inputs
         return x[:, torch.randint(0, columns // 3, (columns,), generator=g)]
     return x
 
 
 def past(one: Pipeline) -> set[str]:
-    """Tags, of which a true verdict names one wherever it says what the values went through."""
+    """The tags of a history; a verdict that states what happened to the values is true if it names one of them."""
     kind = one.source.split()[0]
     tags = {kind} if kind in ("uniform", "steps", "counts", "many", "log2", "whole", "ones") else set[str]()
-    if one.quantiser == "none" and not tags:
+    if one.quantizer == "none" and not tags:
         tags = {"wide"}
     if kind in ("steps", "counts", "many"):
         tags |= {"steps", "wide"}
     if kind == "uniform":
         tags |= {"wide", "fixed"}
-    if one.quantiser != "none":
-        tags |= set(one.quantiser.split()) if one.quantiser == "bf16 fp16" else {one.quantiser}
-    if one.quantiser.endswith(" bits") or one.quantiser == "tf32":
+    if one.quantizer != "none":
+        tags |= set(one.quantizer.split()) if one.quantizer == "bf16 fp16" else {one.quantizer}
+    if one.quantizer.endswith(" bits") or one.quantizer == "tf32":
         tags |= {"rounded"}
-    codes = one.quantiser not in ("none", "bf16", "fp16", "tf32", "bf16 fp16") and not one.quantiser.endswith(" bits")
+    codes = one.quantizer not in ("none", "bf16", "fp16", "tf32", "bf16 fp16") and not one.quantizer.endswith(" bits")
     if codes:
         tags |= {"codes"}
         if one.tile not in LOOKED or one.after in ("row factors", "column factors"):
             tags |= {"elsewhere"}
-        if "zero" in one.quantiser:
+        if "zero" in one.quantizer:
             tags |= {"zero point"}
-            tags |= {f"int{one.quantiser[-1]}"} if one.quantiser.startswith("zero") else set[str]()
-        if one.quantiser.startswith("palette") or one.quantiser in ("ternary", "binary"):
+            tags |= {f"int{one.quantizer[-1]}"} if one.quantizer.startswith("zero") else set[str]()
+        if one.quantizer.startswith("palette") or one.quantizer in ("ternary", "binary"):
             tags |= {"palette"}
-        if one.quantiser in ("ternary", "int2"):
+        if one.quantizer in ("ternary", "int2"):
             tags |= {"ternary", "int2", "palette"}
         if one.rule == "power of two":
             tags |= {"power of two"}
@@ -352,15 +352,15 @@ def past(one: Pipeline) -> set[str]:
     if "tuned" in one.after or one.source.endswith("outliers") or kind == "ones":
         tags |= {"partly"}
     if one.stored != "float32" and not codes:
-        tags |= {"wide"}  # a cast from a wider type, whatever that went through
+        tags |= {"wide"}  # a cast from a wider type, whatever its history
     if one.after in ("heads", "doubled", "circulant", "grown"):
         tags |= {"repeated"}
     return tags
 
 
 def right(one: Pipeline) -> str:
-    """A pattern of the keys that name this history best."""
-    name, kind = one.quantiser, one.source.split()[0]
+    """A pattern of the keys that name the history best."""
+    name, kind = one.quantizer, one.source.split()[0]
     if kind == "uniform":
         return r"full|unknown|\d+ bits( .*)?"
     if kind in ("steps", "counts", "many"):
@@ -413,11 +413,11 @@ ADMITTED: tuple[tuple[str, set[str]], ...] = (
     (r"rounded or truncated to so many, or products", {"rounded", "product"}),
     (r"products or sums", {"rounded", "product", "merge"}),
 )
-"""What a text says of the past: of the tags of the last pattern that is in it one must be true."""
+"""Phrases of verdicts and the tags they claim; one tag of the last matching phrase must be in the history."""
 
 
 def untrue(one: Pipeline, text: str) -> str | None:
-    """What a verdict's text says of the past that is not in it; None where there is nothing."""
+    """The first claim of a verdict's text that the history refutes, as a message, or None."""
     true = past(one)
     partly = {"partly"} if "of the values are evidence" in text else set[str]()
     for claim in claims(text):
@@ -427,7 +427,7 @@ def untrue(one: Pipeline, text: str) -> str | None:
 
 
 def claims(text: str) -> Iterator[set[str]]:
-    """Sets of tags, of each of which one must be true."""
+    """The sets of tags that a text claims; one tag of each must be in the history."""
     steps = {"steps"} if "equal steps" in text else set[str]()
     repeated = {"repeated"} if "repeat" in text else set[str]()
     for names in re.findall(r"quantised to ([\w ]+?)(?: before| in | by |:|,|$)", text):

@@ -1,4 +1,4 @@
-"""Scales of any size for each row or block are recognised, whoever quantised; and nothing else is taken for them."""
+"""Values rounded to a grid under per-tile scales are recognised, whoever quantized them; other values are not."""
 
 import itertools
 
@@ -28,7 +28,7 @@ BNB = torch.cat([-BNB, BNB])
 
 
 def binary(mantissa: int, exponents: int) -> Tensor:
-    """The values of an OCP format whose smallest exponent is 1 - bias, of as many exponents."""
+    """The values of an OCP format with `exponents` exponents, the smallest being 1 - bias."""
     lowest = 2 - 2 ** (exponents.bit_length() - 1) if exponents > 2 else 0
     steps = torch.arange(2**mantissa) / 2**mantissa
     normal = [2.0 ** (lowest + e) * (1 + steps) for e in range(exponents)]
@@ -54,7 +54,7 @@ ROUND = {
     "nf4": (1, lambda x: nearest(x, NF4)),
     "bnb_fp4": (1, lambda x: nearest(x, BNB)),
 }
-"""The largest value of a format, and plain torch that rounds to it."""
+"""The largest value of each format, and a function that rounds to it in plain torch."""
 
 TILES = {
     "128x128": (128, 128),
@@ -66,8 +66,8 @@ TILES = {
 }
 
 
-def quantised(x: Tensor, name: str, rows: int, columns: int) -> Tensor:
-    """Every block divided by its largest magnitude over the format's, rounded, and times that again."""
+def quantized(x: Tensor, name: str, rows: int, columns: int) -> Tensor:
+    """Each block divided by its amax over the format's largest value, rounded, and multiplied again."""
     largest, rounded = ROUND[name]
     result = torch.empty_like(x)
     for i in range(0, x.shape[0], rows):
@@ -92,8 +92,8 @@ def origin_of(tensor):
 @pytest.mark.parametrize(
     ("name", "tile"), slow_unless(in_turn([*ROUND], [*TILES]).__contains__, itertools.product(ROUND, TILES))
 )
-def test_scales_of_tiles_are_recognised(name, tile):
-    found = origin_of(quantised(weights(256, 384), name, *TILES[tile]).bfloat16())
+def test_formats_and_scale_tiles_are_recognised(name, tile):
+    found = origin_of(quantized(weights(256, 384), name, *TILES[tile]).bfloat16())
     assert (found.key, found.confidence) == (f"scaled {name} {tile}", "certain")
 
 
@@ -104,27 +104,27 @@ WIDER = ["float8_e4m3fn", "int8", "nf4"], ["128x128", "row", "1x32"], [torch.flo
 @pytest.mark.parametrize(
     ("name", "tile", "dtype"), slow_unless(in_turn(*WIDER).__contains__, itertools.product(*WIDER))
 )
-def test_in_wider_types_too(name, tile, dtype):
-    values = quantised(weights(256, 384), name, *TILES[tile])
+def test_formats_and_scale_tiles_are_recognised_in_wider_dtypes(name, tile, dtype):
+    values = quantized(weights(256, 384), name, *TILES[tile])
     assert origin_of(values.to(dtype)).key == f"scaled {name} {tile}"
     assert origin_of(values.bfloat16().to(torch.float32)).key == f"scaled {name} {tile}"
 
 
 @pytest.mark.quick("shape0", "shape2")
 @pytest.mark.parametrize("shape", [(300, 200), (576, 7168), (129, 257), (200, 16384)])
-def test_ragged_and_wide_matrices(shape):
-    found = origin_of(quantised(weights(*shape), "float8_e4m3fn", 128, 128).bfloat16())
+def test_fp8_blocks_of_ragged_and_wide_matrices_are_recognised(shape):
+    found = origin_of(quantized(weights(*shape), "float8_e4m3fn", 128, 128).bfloat16())
     assert found.key == "scaled float8_e4m3fn 128x128"
 
 
-def test_experts_and_scales_rounded_to_bf16():
-    experts = torch.stack([quantised(weights(256, 256, seed=i), "float8_e4m3fn", 128, 128) for i in range(3)])
+def test_stacked_experts_and_bf16_scales_are_recognised():
+    experts = torch.stack([quantized(weights(256, 256, seed=i), "float8_e4m3fn", 128, 128) for i in range(3)])
     assert origin_of(experts.bfloat16()).key == "scaled float8_e4m3fn 128x128"
     codes = weights(64, 512).mul(1e4).to(torch.float8_e4m3fn).bfloat16()
     assert origin_of(codes * torch.rand(64, 1).bfloat16()).key == "scaled float8_e4m3fn row"
 
 
-def test_two_levels_of_scales_and_zero_points():
+def test_two_level_scales_and_zero_points_are_recognised():
     x = weights(64, 512)
     blocks = x.view(-1, 16)
     scales = (blocks.abs().amax(1, keepdim=True) / 6 / 1e-5).to(torch.float8_e4m3fn).float() * 1e-5
@@ -137,22 +137,22 @@ def test_two_levels_of_scales_and_zero_points():
     assert origin_of(awq.view_as(x).half()).key == "scaled int4 1x128"
 
 
-def test_zero_blocks_and_values_that_are_not_finite_are_passed_over():
-    values = quantised(weights(256, 384), "float8_e4m3fn", 128, 128)
+def test_zero_blocks_and_nonfinite_values_are_ignored():
+    values = quantized(weights(256, 384), "float8_e4m3fn", 128, 128)
     values[:5], values[:, :128], values[9, 200], values[10, 300] = 0, 0, torch.inf, torch.nan
     assert origin_of(values.bfloat16()).key == "scaled float8_e4m3fn 128x128"
 
 
 @pytest.mark.parametrize("place", [(0, 3), (0, 300)])
-def test_one_counterexample_refutes(place):
-    values = quantised(weights(256, 384), "float8_e4m3fn", 128, 128).bfloat16()
+def test_one_value_off_the_grid_refutes_the_format(place):
+    values = quantized(weights(256, 384), "float8_e4m3fn", 128, 128).bfloat16()
     block = values[:128, place[1] // 128 * 128 :][:, :128]
     values[place] = block.abs().max() * 0.74  # 331.5 of 448, between 320 and 352
     assert origin_of(values).key == "levels 128x128"
 
 
-def test_the_words_say_what_was_looked_at():
-    values = quantised(weights(256, 384), "int8", 1, 384).bfloat16()
+def test_verdict_text_names_format_and_tiles():
+    values = quantized(weights(256, 384), "int8", 1, 384).bfloat16()
     assert verdict([Evidence("bfloat16", values.numel(), origin_of(values))]).text == (
         "stored bfloat16, every value looked at exactly int8 times a scale for each row: "
         "quantised to int8 by rows before it was stored"
@@ -185,7 +185,7 @@ KINDS = {
 @pytest.mark.quick("normal-one", "sparse-one", "rows scaled-one")
 @pytest.mark.parametrize("seeds", [[0], pytest.param([1, 2, 3], marks=pytest.mark.slow)], ids=["one", "more"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_else_is_taken_for_blocks(kind, seeds):
+def test_unquantized_values_fit_no_tiles(kind, seeds):
     bf16, fp16, fp32 = (formats.get(name, Float) for name in ("bf16", "fp16", "fp32"))
     for seed in seeds:
         for shape in SHAPES:
@@ -197,9 +197,9 @@ def test_nothing_else_is_taken_for_blocks(kind, seeds):
             assert fit_tiles(places(values), fp32) is None
 
 
-def test_values_that_come_again_count_once():
+def test_repeated_values_count_once():
     bf16 = formats.get("bf16", Float)
-    once = quantised(weights(1, 512), "float4_e2m1fn", 1, 16).bfloat16()
+    once = quantized(weights(1, 512), "float4_e2m1fn", 1, 16).bfloat16()
     single, many = (fit_tiles(places(once.repeat(n, 1)), bf16) for n in (1, 2))
     assert single.fit.bits == many.fit.bits > CERTAIN
     few = once[:, :16].repeat(8, 32)  # one block, again and again
@@ -208,8 +208,8 @@ def test_values_that_come_again_count_once():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("levels", [4, 6])
-def test_evidence_is_no_more_than_chance_allows(levels):
-    """Of random mantissas at most 2^-10 reach 10 bits, all formats and scales together."""
+def test_random_mantissas_rarely_give_evidence(levels):
+    """At most 2^-10 of random mantissas reach 10 bits of evidence, over all formats and scales."""
     bf16, rng, trials = formats.get("bf16", Float), np.random.default_rng(levels), 4000
     bits = np.sort(rng.integers(0x3F00, 0x4080, (trials, levels)).astype(np.uint32) << 16, axis=1)
     values = bits.view(np.float32).astype(np.float64)
@@ -219,9 +219,9 @@ def test_evidence_is_no_more_than_chance_allows(levels):
     assert found <= 3 * trials * 2**-ENOUGH
 
 
-def test_rows_beyond_those_at_the_beginning_are_looked_at():
+def test_rows_after_the_first_tile_are_sampled():
     values = weights(512, 384)
-    values[:128] = quantised(values[:128].clone(), "int8", 1, 384)
+    values[:128] = quantized(values[:128].clone(), "int8", 1, 384)
     found = origin_of(values)
     assert (found.key, found.confidence) == ("partly scaled int8 row", "certain")
     assert found.share == pytest.approx(0.25, abs=0.02)
@@ -230,7 +230,7 @@ def test_rows_beyond_those_at_the_beginning_are_looked_at():
     assert origin_of(values).key == "full"
 
 
-def test_blocks_of_a_power_of_two_tell_fp6_from_fp8():
+def test_power_of_two_scales_distinguish_fp6_from_fp8():
     for name in ("float6_e2m3fn", "float6_e3m2fn", "float8_e4m3fn", "float8_e5m2"):
         blocks = weights(256, 384).view(-1, 32)
         scale = torch.exp2(torch.log2(blocks.abs().amax(1, keepdim=True) / ROUND[name][0]).ceil())
@@ -238,9 +238,9 @@ def test_blocks_of_a_power_of_two_tell_fp6_from_fp8():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_codes_on_no_grid_that_is_looked_for_are_few_levels(dtype):
+def test_codes_on_unknown_grids_are_few_levels(dtype):
     x = weights(256, 384)
-    columns = quantised(x.t().contiguous(), "int8", 1, 256).t().contiguous()
+    columns = quantized(x.t().contiguous(), "int8", 1, 256).t().contiguous()
     assert origin_of(columns.to(dtype)).key == "levels column"
     low, high = x.view(-1, 64).aminmax(dim=1, keepdim=True)
     hqq = ((x.view(-1, 64) - low) / (high - low) * 15).round() / 15 * (high - low) + low

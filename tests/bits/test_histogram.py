@@ -1,4 +1,4 @@
-"""What a histogram says a format makes of its binades is what exact rounding makes of a number inside each."""
+"""ExponentHistogram's shares equal the exact rounding of one value per binade."""
 
 from fractions import Fraction
 
@@ -14,7 +14,8 @@ FLOATS = [name for name in formats.names() if isinstance(formats.get(name), form
 
 
 def outcome(format, exponent):
-    """Of 1.5 * 2^exponent: it is not beyond by its fraction, which "fn" and "finite" formats may lack at the top."""
+    """What rounding 1.5 * 2^exponent gives. Overflow is decided by the exponent, since "fn" and "finite" formats lack
+    some fractions at the top."""
     x = Fraction(3, 2) * Fraction(2) ** exponent
     rounded = abs(round_exactly(x, format, "nearest_even", "saturate").value)
     if x >= 2 * Fraction(2) ** format.max_exponent:
@@ -24,7 +25,7 @@ def outcome(format, exponent):
 
 @pytest.mark.quick("16")
 @pytest.mark.parametrize("shift", [0, 3, 16])
-def test_shares_are_those_of_exact_rounding(shift):
+def test_shares_equal_exact_rounding(shift):
     for format in map(formats.get, FLOATS):
         expected = dict.fromkeys(("zeroed", "subnormal", "normal", "beyond"), 0)
         for exponent, count in COUNTS.items():
@@ -36,6 +37,6 @@ def test_shares_are_those_of_exact_rounding(shift):
         assert histogram.size == total + 7
 
 
-def test_an_empty_histogram_has_no_shares():
+def test_shares_of_empty_histogram_are_zero():
     fp16 = formats.get("fp16", formats.Float)
     assert ExponentHistogram({}, zeros=3).share_zeroed(fp16) == 0.0

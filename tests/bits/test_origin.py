@@ -1,4 +1,4 @@
-"""What the bits of a tensor say of its origin, how sure that is, and its figures."""
+"""The origin of a tensor as its bits show it, the confidence in it, and the tensor's figures."""
 
 import json
 import math
@@ -23,14 +23,14 @@ def key_of(tensor):
     return origin(scanned(tensor), InMemory(tensor).dtype)
 
 
-def test_what_cannot_tell_is_not_counted():
+def test_constants_and_counters_give_no_evidence():
     for constant in (torch.ones(4096), torch.zeros(4096), torch.arange(4096.0), torch.tensor(3.0), torch.empty(0, 4)):
         found = key_of(constant)
         assert (found.key, found.confidence, found.telling) == ("unknown", "none", 0)
 
 
 FEW = torch.tensor([0.75 + i / 128 for i in range(1, 11)])
-"""10 distinct values with at most 8 bits, neither powers of two nor whole."""
+"""10 distinct values of at most 8 significant bits, neither powers of two nor integers."""
 
 
 def test_equal_values_count_once():
@@ -39,8 +39,8 @@ def test_equal_values_count_once():
     assert many.distinct == once.distinct == 10
 
 
-def test_evidence_is_the_chance_of_random_mantissas():
-    """Of 8 values, for a format and a scale are chosen so that two fit: (127 / (2^23 - 1))^8."""
+def test_evidence_equals_the_probability_of_random_mantissas():
+    """For 8 of the 10 values, since format and scale are chosen so that two fit: (127 / (2^23 - 1))^8."""
     chance = (127 / (2**23 - 1)) ** 8
     assert key_of(FEW).evidence == pytest.approx(-torch.tensor(chance, dtype=torch.float64).log2().item())
 
@@ -49,7 +49,7 @@ ROUNDED = ("float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3fn", "
 
 
 def five_of(name):
-    """The largest values below 2, and their halves and quarters, that are neither powers of two nor whole."""
+    """The largest values below 2 with their halves and quarters, excluding powers of two and integers."""
     eps = 2.0 ** -halfstep.formats.get(name, halfstep.formats.Float).mantissa_bits
     values = [scale * (2 - i * eps) for i in (1, 3, 5) for scale in (1, 0.5, 0.25) if i * eps < 1]
     return torch.tensor(values[:5], dtype=torch.float64)
@@ -66,8 +66,8 @@ def five_of(name):
 @pytest.mark.parametrize("repeated", [1, 400])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format", ROUNDED)
-def test_two_different_values_conclude_nothing(format, dtype, repeated):
-    """Whatever they were rounded to, and with zeros, powers of two and whole numbers beside them."""
+def test_two_distinct_values_give_no_confidence(format, dtype, repeated):
+    """For every format, also with zeros, powers of two and integers beside the values."""
     if halfstep.formats.get(format, halfstep.formats.Float).mantissa_bits + 2 > -math.log2(torch.finfo(dtype).eps):
         pytest.skip("not narrower than the stored type")
     values, beside = five_of(format), torch.tensor([0.0, 1.0, 3.0, 0.25, 6.0], dtype=torch.float64)
@@ -87,13 +87,13 @@ def test_a_constant_is_no_cast(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_large_whole_numbers_tell(dtype):
+def test_large_integers_give_evidence(dtype):
     assert key_of((torch.randn(64, 64) * 1e25).to(dtype)).key == "full"
     assert key_of((torch.randn(64, 64) * 1e25).bfloat16().float()).key == "bf16"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_counters_and_positions_tell_nothing(dtype):
+def test_counters_and_positions_give_no_evidence(dtype):
     counters = torch.tensor([2**24 - 1, 2**24, 12345, 16_777_215, 999_999, 7], dtype=dtype)
     for values in (
         counters,
@@ -104,7 +104,7 @@ def test_counters_and_positions_tell_nothing(dtype):
         assert (found.key, found.telling, found.confidence) == ("unknown", 0, "none")
 
 
-def test_one_counterexample_refutes():
+def test_one_full_precision_value_makes_the_cast_partial():
     values = torch.randn(4096).bfloat16().float()
     assert key_of(values).key == "bf16"
     values[17] = 1 / 3
@@ -114,14 +114,14 @@ def test_one_counterexample_refutes():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format", ["e4m3fn", "e5m2", "e2m1fn"])
-def test_values_of_few_bits_under_a_power_of_two(dtype, format):
+def test_low_bit_values_times_a_power_of_two_are_recognised(dtype, format):
     values = halfstep.round_to(torch.randn(64, 64) * 2, format).to(dtype) / 4
     found = key_of(values)
     assert found.key == f"scaled {halfstep.formats.get(format).name}"
     assert found.scale.startswith("2^")
 
 
-def test_blocks_of_a_power_of_two_each():
+def test_blocks_with_power_of_two_scales_are_recognised():
     scales = torch.exp2(torch.arange(64) % 40 - 20).unsqueeze(1)
     found = key_of(halfstep.round_to(torch.randn(64, 64) * scales, "mxfp8"))
     assert (found.key, found.scale) == ("scaled float8_e4m3fn", "2^k")
@@ -129,7 +129,7 @@ def test_blocks_of_a_power_of_two_each():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format", ["int8_tensor", "e4m3fn"])
-def test_values_of_few_levels_under_any_scale(dtype, format):
+def test_low_bit_values_times_any_scale_are_recognised(dtype, format):
     x = torch.randn(64, 64)
     scale = x.abs().max() / 448 * 1.0001
     values = halfstep.round_to(x, format) if format == "int8_tensor" else halfstep.round_to(x / scale, format) * scale
@@ -145,7 +145,7 @@ def test_both_casts_of_a_chain_are_named():
     assert key_of(values.bfloat16().float()).key == "bf16"
 
 
-def test_figures_of_a_tensor_are_those_of_torch():
+def test_tensor_figures_equal_torch():
     x = torch.randn(40, 64) * torch.logspace(-9, 5.5, 40).unsqueeze(1)
     x[0, 0], x[1, 1], x[2, 2], x[3] = torch.inf, torch.nan, 1e-40, 0.0
     x[:, 7] *= 1e3
@@ -167,7 +167,7 @@ def test_figures_of_a_tensor_are_those_of_torch():
 
 
 @pytest.mark.parametrize("place", [None, 0, -1])
-def test_a_quick_look_reads_until_a_last_bit_is_in_use(place):
+def test_quick_origin_reads_until_a_last_bit_is_in_use(place):
     values = torch.ones(5 << 20)  # 20 MB: more than a chunk
     values[::2] = 1.5
     if place is not None:
@@ -184,13 +184,13 @@ def rounded(x, bits):
 
 
 @pytest.mark.parametrize("bits", [6, 12, 13, 14, 15, 16, 17])
-def test_bits_of_no_known_format_are_no_cast(bits):
-    """Chance is that of the bits in use: of 17 random bits one value in 64 is exactly fp16."""
+def test_unknown_precisions_are_reported_by_their_bits(bits):
+    """Evidence counts the bits in use: of values with 17 random bits, one in 64 is exactly fp16."""
     found = key_of(rounded(torch.randn(128, 128), bits))
     assert (found.key, found.confidence) == (f"{bits} bits", "certain")
 
 
-def test_an_average_of_two_runs_is_not_partly_one():
+def test_average_of_two_casts_is_recognised_as_an_average():
     one = torch.randn(256, 256)
     other = one + 0.01 * torch.randn(256, 256)
     for a, b in ((one.bfloat16(), other.bfloat16()), (one.half(), other.half())):
@@ -199,17 +199,17 @@ def test_an_average_of_two_runs_is_not_partly_one():
     assert "an average, a merge or a sum" in verdict([Evidence("float32", 1, found)]).text
 
 
-def test_a_third_of_a_sum_of_three_is_not_partly_one():
+def test_average_of_three_casts_is_full_precision():
     runs = [torch.randn(256, 256).bfloat16().float() for _ in range(3)]
     assert key_of(sum(runs) / 3).key == "full"
 
 
-def test_a_product_of_bf16_values_is_not_partly_bf16():
+def test_product_of_bf16_values_has_16_bits():
     norm = (1 + 0.1 * torch.randn(256)).bfloat16().float()
     assert key_of(torch.randn(256, 256).bfloat16().float() * norm).key == "16 bits"
 
 
-def test_what_was_partly_written_since_is_still_told():
+def test_partly_overwritten_cast_is_recognised():
     values = torch.randn(256, 256)
     for cast, name in ((values.bfloat16().float(), "bf16"), (values.half().float(), "fp16")):
         for share in (0.001, 0.3, 0.9):
@@ -217,35 +217,35 @@ def test_what_was_partly_written_since_is_still_told():
             assert (key_of(tuned).key, key_of(tuned).confidence) == (f"partly {name}", "certain")
 
 
-def test_fixed_point_is_no_fp16():
-    """11 bits between 4 and 8, and fewer below."""
+def test_fixed_point_values_are_not_fp16():
+    """11 bits between 4 and 8, fewer below."""
     found = key_of((torch.rand(64, 64) * 2**11).floor() / 2**8)
     assert (found.key, found.confidence) == ("11 bits times 2^-8", "certain")
     assert "fixed-point numbers" in verdict([Evidence("float32", 1, found)]).text
 
 
 @pytest.mark.parametrize("levels", [5, 16, 200])
-def test_a_palette_is_few_levels(levels):
+def test_palette_is_recognised_by_its_levels(levels):
     found = key_of(torch.randn(levels)[torch.randint(levels, (256, 256))])
     assert (found.key, found.levels, found.confidence) == ("levels", levels, "certain")
     assert f"no more than {levels} different magnitudes" in verdict([Evidence("float32", 1, found)]).text
 
 
-def test_levels_are_counted_over_all_of_a_tensor():
-    """Of which 16,384 are looked at first: one more value elsewhere counts."""
+def test_levels_are_counted_over_the_whole_tensor():
+    """16,384 values are sampled first; one more level elsewhere must count."""
     values = torch.randn(16)[torch.randint(16, (1024, 1024))]
     values[613, 77] = 0.123
     assert key_of(values).levels == 17
     assert key_of(torch.where(torch.arange(1024)[:, None] < 512, values, torch.randn(1024, 1024))).key == "full"
 
 
-def test_bf16_values_that_barely_moved_are_no_palette():
+def test_narrow_bf16_values_are_not_a_palette():
     norm = (1 + 0.01 * torch.randn(4096)).bfloat16()
     assert len(norm.unique()) < 20
     assert key_of(norm).key == "full"
 
 
-def test_a_signalling_nan_does_not_warn():
+def test_signalling_nan_gives_no_warning():
     values = torch.randn(64, 64)
     values.view(torch.int32)[0, :3] = 0x7F800001
     assert key_of(values).key == "full"

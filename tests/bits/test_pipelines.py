@@ -1,4 +1,4 @@
-"""Verdicts on tensors drawn from described pipelines: none is certain and wrong, and as many are right as ever."""
+"""Verdicts on tensors of generated histories: none is certain and wrong, and no fewer are right than before."""
 
 import re
 from collections import Counter
@@ -16,24 +16,24 @@ from halfstep.bits.values import InMemory
 
 
 DRAWN = {"tuned on": (1, (256, 384), 6), "held out": (4711, (384, 512), 6)}
-"""Seed, size, and pipelines of each family."""
+"""Seed, shape, and number of pipelines per family."""
 
 BEFORE = {"held out": (43, 43)}
-"""Right answers, and certain and right ones, of the inspector as it was before it was judged by these."""
+"""Right answers, and certain and right answers, of the inspector before these tests were used to improve it."""
 
 
-def said_of(tensor: Tensor):
-    """The key, and the verdict on a file of this tensor alone."""
+def origin_and_verdict(tensor: Tensor):
+    """The origin of the tensor, and the verdict on a file that holds only this tensor."""
     scanned = scan(InMemory(tensor))
     said = origin(scanned, str(tensor.dtype)[6:])
     return said, verdict([Evidence(said.stored, tensor.numel(), said, scanned.table.nonzero)])
 
 
 def judged(one: Pipeline) -> Counter:
-    said, found = said_of(made(one))
+    said, found = origin_and_verdict(made(one))
     wrong, certain = untrue(one, found.text) is not None, found.confidence == "certain"
     named = not wrong and re.fullmatch(right(one), said.key) is not None
-    named &= one.family != "slivers" or not certain  # a hundredth of the values speaks
+    named &= one.family != "slivers" or not certain  # one percent of the values is evidence
     if wrong and certain:
         print(one.name, "is told to be", said.key, untrue(one, found.text))
     return Counter(count=1, right=named, sure=named and certain, wrong=wrong, fatal=wrong and certain)
@@ -41,7 +41,7 @@ def judged(one: Pipeline) -> Counter:
 
 @pytest.mark.slow
 @for_each("half", DRAWN)
-def test_no_described_history_is_certain_and_wrong(half):
+def test_no_verdict_is_certain_and_wrong(half):
     found = {family: Counter() for family in SPACES}
     for one in drawn(*DRAWN[half]):
         found[one.family] += judged(one)
@@ -57,7 +57,7 @@ def test_no_described_history_is_certain_and_wrong(half):
 
 
 @for_each("one", drawn(3, (128, 256), 1), ids=lambda one: one.name)
-def test_one_history_of_each_family(one):
+def test_one_pipeline_per_family_is_not_certain_and_wrong(one):
     assert not judged(one)["fatal"]
 
 
@@ -118,21 +118,21 @@ TOLD = {
     "int2 groups": (lambda: symmetric(2).bfloat16(), "levels 1x128", "codes of few bits"),
     **{f"int{n} groups": (lambda n=n: symmetric(n), rf"scaled int{n} 1x128", f"to int{n} in") for n in (3, 5, 6, 7)},
 }  # fmt: skip
-"""A tensor, a pattern of its key, and one of what the verdict says."""
+"""A function that makes a tensor, a pattern of its key, and a pattern of the verdict's text."""
 
 
 @for_each("name", TOLD)
-def test_what_was_certain_and_wrong_is_told(name):
+def test_formerly_wrong_verdicts_are_right(name):
     make, key, text = TOLD[name]
-    said, found = said_of(make())
+    said, found = origin_and_verdict(make())
     assert re.fullmatch(key, said.key), said.key
     assert re.search(text, found.text), found.text
     hedged = {"a sliver": "none", "a constant": "none", "a uniform draw": "likely"}
     assert found.confidence == hedged.get(name, "certain")
 
 
-def test_a_verdict_on_tensors_that_are_mostly_silent_says_so():
-    told, full = said_of(random(64, 64))[0], 4096
+def test_verdict_states_the_share_of_tensors_without_evidence():
+    told, full = origin_and_verdict(random(64, 64))[0], 4096
     silent = Evidence("float32", 99 * full, origin(scan(InMemory(torch.ones(64, 64))), "float32"), 99 * full)
     found = verdict([Evidence("float32", full, told, full), silent])
     assert found.confidence == "likely"

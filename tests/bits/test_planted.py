@@ -1,4 +1,4 @@
-"""200 tensors of known history: no verdict is certain and wrong, and what is pure is recognised."""
+"""200 tensors of known history: no verdict is certain and wrong, and unmixed histories are recognised."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from test_grids import E2M1, ROUND, nearest, quantised
+from test_grids import E2M1, ROUND, nearest, quantized
 from torch import Tensor
 
 from halfstep.bits.origin import Origin, origin
@@ -19,12 +19,12 @@ from halfstep.bits.values import InMemory
 
 @dataclass(frozen=True)
 class History:
-    """How a tensor was made, what may be said of it, and whether that must be said."""
+    """A tensor, the keys that name its history, and whether the verdict has to name it."""
 
     name: str
     tensor: Tensor
     right: str = "full"
-    """A pattern of the keys that name this history; what only says what the bits show is checked by the bits."""
+    """A pattern of the keys that name the history; keys that only describe bits are checked against the bits."""
     pure: bool = False
 
 
@@ -43,13 +43,13 @@ BASES: dict[str, Callable[[torch.Generator], Tensor]] = {
 
 
 def rounded(x: Tensor, bits: int) -> Tensor:
-    """To so many significant bits."""
+    """x rounded to `bits` significant bits."""
     mantissa, exponent = torch.frexp(x.double())
     return torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent).float()
 
 
 def palette(x: Tensor, count: int) -> Tensor:
-    """Each value of the last dimension's runs replaced by the nearest of so many quantiles of its run."""
+    """Each value replaced by the nearest of `count` quantiles of its row (last dimension)."""
     wanted = torch.linspace(0.5 / count, 1 - 0.5 / count, count, dtype=x.dtype)
     values = torch.quantile(x, wanted, dim=-1).movedim(0, -1)
     if values.dim() == 1:
@@ -58,7 +58,8 @@ def palette(x: Tensor, count: int) -> Tensor:
 
 
 def asymmetric(x: Tensor, levels: int, whole: bool) -> Tensor:
-    """Codes from 0 on along the last dimension, with a zero point that is a whole number or not."""
+    """x quantized along the last dimension to codes from 0 to levels - 1, with an integer zero point if `whole`, else a
+    float one."""
     low, high = x.aminmax(dim=-1, keepdim=True)
     step = (high - low) / (levels - 1)
     if whole:
@@ -68,7 +69,7 @@ def asymmetric(x: Tensor, levels: int, whole: bool) -> Tensor:
 
 
 def microscaled(x: Tensor, format: str, size: int = 32) -> Tensor:
-    """Blocks with a power of two each."""
+    """x quantized in blocks with power-of-two scales."""
     largest, to = ROUND[format]
     blocks = x.reshape(-1, size)
     scale = torch.exp2(torch.floor(torch.log2(blocks.abs().amax(1, keepdim=True) / largest)) + 1)
@@ -100,15 +101,15 @@ def grids(base: str, x: Tensor) -> Iterator[History]:
     rows, columns = x.shape
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         stored = str(dtype)[6:]
-        yield of(f"int8 rows, {stored}", quantised(x, "int8", 1, columns).to(dtype), "scaled int8 row")
-        yield of(f"int8 tensor, {stored}", quantised(x, "int8", rows, columns).to(dtype), "scaled int8")
+        yield of(f"int8 rows, {stored}", quantized(x, "int8", 1, columns).to(dtype), "scaled int8 row")
+        yield of(f"int8 tensor, {stored}", quantized(x, "int8", rows, columns).to(dtype), "scaled int8")
     for name in ("float8_e4m3fn", "float8_e5m2"):
-        yield of(f"{name} tensor", quantised(x, name, rows, columns).bfloat16(), f"scaled {name}")
-        yield of(f"{name} blocks", quantised(x, name, 128, 128).bfloat16(), f"scaled {name} 128x128")
-    yield of("e4m3 rows", quantised(x, "float8_e4m3fn", 1, columns).half(), "scaled float8_e4m3fn row")
-    yield of("nf4", quantised(x, "nf4", 1, 64).bfloat16(), "scaled nf4 1x64")
-    yield of("fp4 of bitsandbytes", quantised(x, "bnb_fp4", 1, 64).half(), "scaled bnb_fp4 1x64")
-    yield of("int4 groups", quantised(x, "int4", 1, 128).half(), "scaled int4 1x128")
+        yield of(f"{name} tensor", quantized(x, name, rows, columns).bfloat16(), f"scaled {name}")
+        yield of(f"{name} blocks", quantized(x, name, 128, 128).bfloat16(), f"scaled {name} 128x128")
+    yield of("e4m3 rows", quantized(x, "float8_e4m3fn", 1, columns).half(), "scaled float8_e4m3fn row")
+    yield of("nf4", quantized(x, "nf4", 1, 64).bfloat16(), "scaled nf4 1x64")
+    yield of("fp4 of bitsandbytes", quantized(x, "bnb_fp4", 1, 64).half(), "scaled bnb_fp4 1x64")
+    yield of("int4 groups", quantized(x, "int4", 1, 128).half(), "scaled int4 1x128")
     yield of("awq groups", asymmetric(x.reshape(-1, 128), 16, True).view_as(x).half(), "scaled int4 1x128")
     for name in ("float8_e4m3fn", "float8_e5m2", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn"):
         yield of(f"mx {name}", microscaled(x, name).bfloat16(), f"scaled {name}( .*)?")
@@ -145,21 +146,21 @@ def mixtures(base: str, x: Tensor, g: torch.Generator) -> Iterator[History]:
     yield of("palette of 8 a group", palette(x.reshape(-1, 128), 8).view_as(x))
     yield of("pruned float32", x * (x.abs() > x.abs().median()))
     yield of("pruned bf16", b * (x.abs() > x.abs().median()), "bf16")
-    yield of("pruned int8 rows", quantised(x * (x.abs() > x.abs().median()), "int8", 1, x.shape[1]), "scaled int8 row")
+    yield of("pruned int8 rows", quantized(x * (x.abs() > x.abs().median()), "int8", 1, x.shape[1]), "scaled int8 row")
     for bits in (5, 6, 7, 9, 10, 12, 13, 14, 15, 16, 17, 20):
         yield of(f"{bits} bits", rounded(x, bits), f"{bits} bits")
     yield of("asymmetric int8 rows", asymmetric(x, 256, True), "scaled int8 row")
     yield of("asymmetric int8 rows, float zero", asymmetric(x, 256, False))
     yield of("HQQ groups", asymmetric(x.reshape(-1, 64), 16, False).view_as(x))
     yield of("asymmetric int8 rows in bf16", asymmetric(x, 256, True).bfloat16(), "levels.*|scaled int8.*")
-    yield of("int8 columns", quantised(x.t().contiguous(), "int8", 1, len(x)).t().contiguous())
-    yield of("int8 columns in bf16", quantised(x.t().contiguous(), "int8", 1, len(x)).t().bfloat16().contiguous())
+    yield of("int8 columns", quantized(x.t().contiguous(), "int8", 1, len(x)).t().contiguous())
+    yield of("int8 columns in bf16", quantized(x.t().contiguous(), "int8", 1, len(x)).t().bfloat16().contiguous())
     some = torch.rand(x.shape, generator=g)
     yield of("bf16, a hundredth tuned", torch.where(some < 0.01, b + tuned * 1e-3, b), "partly bf16")
     yield of("bf16, half tuned", torch.where(some < 0.5, b + tuned * 1e-3, b), "partly bf16")
     yield of("fp16, a tenth tuned", torch.where(some < 0.1, near, x.half().float()), "partly fp16")
     yield of("bf16 rows, some tuned", torch.where(torch.arange(len(x))[:, None] % 7 > 0, b, near), "partly bf16")
-    int8 = quantised(x, "int8", 1, x.shape[1])
+    int8 = quantized(x, "int8", 1, x.shape[1])
     first = torch.arange(len(x))[:, None]
     yield of("first rows int8", torch.where(first < 128, int8, near), "partly scaled int8 row")
     yield of("last rows not int8", torch.where(first < len(x) * 9 // 10, int8, near), "partly scaled int8 row")
@@ -182,7 +183,7 @@ def histories() -> list[History]:
 
 
 def distinct(tensor: Tensor, tile: str | None) -> int:
-    """The most different magnitudes in any tile."""
+    """The largest number of distinct magnitudes in any tile."""
     x = tensor.double().abs()
     rows, columns = x.shape
     high, wide = {None: (rows, columns), "row": (1, columns), "column": (rows, 1)}.get(tile) or map(
@@ -193,7 +194,7 @@ def distinct(tensor: Tensor, tile: str | None) -> int:
 
 
 def shown(said: Origin, tensor: Tensor) -> bool:
-    """Whether what is only said of the bits is true of them."""
+    """Whether a key that only describes bits (levels, steps) is true of the tensor."""
     if said.levels is not None:
         tile = None if said.scale is None else said.scale
         return (
@@ -209,8 +210,8 @@ def shown(said: Origin, tensor: Tensor) -> bool:
 
 
 @pytest.mark.slow
-def test_no_history_is_certain_and_wrong() -> None:
-    """What a key says of the bits must be true; what it says of the past must be what was done."""
+def test_no_planted_history_is_certain_and_wrong() -> None:
+    """Statements about bits must be true of the bits, and statements about the past true of the history."""
     planted = histories()
     assert len(planted) >= 200
     wrong, untold, pure = [], [], []

@@ -1,4 +1,4 @@
-"""The counts of raw bits are those of exact arithmetic on every value, one by one."""
+"""Tables of exponents and significant bits, counted from raw bits, equal exact arithmetic on every value."""
 
 import functools
 import math
@@ -27,7 +27,7 @@ DTYPES = {
 
 
 def hard(size=5000, seed=0):
-    """Random patterns, ordinary numbers, numbers of few bits, and the specials."""
+    """Random bit patterns, subnormals, normal values, low-precision values and special values."""
     rng = np.random.default_rng(seed)
     patterns = rng.integers(0, 1 << 32, size, dtype=np.uint32).view(np.float32)
     small = rng.integers(0, 1 << 23, size // 4, dtype=np.uint32).view(np.float32)
@@ -38,19 +38,19 @@ def hard(size=5000, seed=0):
 
 
 def wide(values):
-    """As float64; the conversion of a signalling NaN raises a flag."""
+    """The values as float64, without the floating-point flag that signalling NaNs raise."""
     with np.errstate(invalid="ignore"):
         return values.astype(np.float64)
 
 
 def significant_bits(x):
-    """By exact arithmetic: the bits of the odd part."""
+    """The significant bits of x, exactly: the bit length of its numerator's odd part."""
     whole = Fraction(x).numerator
     return (whole // (whole & -whole)).bit_length()
 
 
-def slow(values):
-    """Exponent and significant bits of each value, counted one by one."""
+def exactly_counted(values):
+    """(exponent, significant bits) of each finite nonzero value, counted one by one."""
     finite = [abs(float(v)) for v in values if math.isfinite(v) and v != 0]
     return Counter((math.frexp(x)[1] - 1, significant_bits(x)) for x in finite)
 
@@ -68,10 +68,10 @@ def kernel_table(values):
     return from_kernel(found), ends
 
 
-def test_float32_table_is_that_of_exact_arithmetic():
+def test_float32_table_equals_exact_arithmetic():
     values = hard()
     table, ends = kernel_table(values)
-    assert as_counter(table) == slow(values)
+    assert as_counter(table) == exactly_counted(values)
     assert (table.zeros, table.infinities) == (int((values == 0).sum()), int(np.isinf(values).sum()))
     assert table.nans == int(np.isnan(values).sum())
     finite = np.abs(values[np.isfinite(values) & (values != 0)])
@@ -80,16 +80,16 @@ def test_float32_table_is_that_of_exact_arithmetic():
 
 
 @for_each("size", [0, 1, 40, 5000])
-def test_sorted_float32_is_that_of_exact_arithmetic(size):
+def test_sorted_float32_table_equals_exact_arithmetic(size):
     values = np.concatenate([hard(size), hard(size)[::2], -hard(size)[::3]])[: 4 * size]
-    starts = np.array([0, 7, 7, 7 + values.size])  # others before it, and none
+    starts = np.array([0, 7, 7, 7 + values.size])  # an earlier segment, and an empty one
     bits = np.concatenate([hard()[:7], values]).view(np.uint32)
     rows, counts, fifteens, (*_, found) = kernel.sorted_float32(bits, starts)
     counts, fifteens, seen = counts[rows[2] :], fifteens[rows[2] :], found._asdict()
     table, ends = kernel_table(values)
     finite = wide(values[np.isfinite(values) & (values != 0)])
     telling = finite[tells(finite)]
-    assert as_counter(Table(seen["lowest"], counts, fifteens)) == slow(values)
+    assert as_counter(Table(seen["lowest"], counts, fifteens)) == exactly_counted(values)
     assert np.array_equal(fifteens, table.fifteens)
     assert (seen["zeros"], seen["infinities"], seen["nans"]) == (table.zeros, table.infinities, table.nans)
     assert not finite.size or seen["smallest"] == ends[0]
@@ -100,14 +100,14 @@ def test_sorted_float32_is_that_of_exact_arithmetic(size):
 
 def test_float64_values_are_counted_exactly():
     values = np.concatenate([wide(hard(500)), np.random.default_rng(1).standard_normal(300), [5e-324, 1e308]])
-    assert as_counter(from_values(values)) == slow(values)
+    assert as_counter(from_values(values)) == exactly_counted(values)
     times = np.arange(values.size) % 50
-    assert as_counter(from_values(values, times)) == slow(np.repeat(values, times))
+    assert as_counter(from_values(values, times)) == exactly_counted(np.repeat(values, times))
 
 
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [0, 1, 3, 1023, (1 << 20) + 7])
-def test_every_size_and_thread_count(size, threads):
+def test_tables_for_all_sizes_and_thread_counts(size, threads):
     values = np.resize(hard(), size)
     torch.set_num_threads(threads)
     try:
@@ -138,7 +138,7 @@ def test_largest_magnitude_of_each_column(columns, dtype):
 
 @pytest.mark.parametrize("shift", [-20, -3, 0, 5])
 @pytest.mark.parametrize("name", DTYPES)
-def test_exact_values_are_those_that_survive_a_cast(name, shift):
+def test_exact_counts_the_values_unchanged_by_a_cast(name, shift):
     values = hard()
     finite = values[np.isfinite(values) & (values != 0)].astype(np.float64)
     scaled = np.ldexp(finite, -shift)
@@ -163,7 +163,7 @@ def test_best_shift_finds_the_scale_of_a_scaled_cast(name, shift):
     assert EMPTY.best_shift(formats.get(name, Float)) is None
 
 
-def test_tables_add_up():
+def test_sum_of_tables_is_the_table_of_both():
     one, other = wide(hard(300)), wide(hard(300, seed=5)) * 1e30
     both = from_values(one) + from_values(other)
     whole = from_values(np.concatenate([one, other]))
@@ -173,7 +173,7 @@ def test_tables_add_up():
 
 
 @pytest.mark.parametrize("make", [lambda x: kernel_table(x)[0], lambda x: from_values(wide(x))])
-def test_a_table_has_no_row_of_nothing(make):
+def test_tables_have_no_empty_rows(make):
     zeros, values = np.zeros(9, np.float32), np.array([2.0**-20, 3 * 2.0**-19, np.inf, 0], np.float32)
     assert (make(zeros).zeros, make(zeros).rows.size, make(zeros).nonzero) == (9, 0, 0)
     for both in (make(zeros) + make(values), make(values) + make(zeros), EMPTY + make(values)):
@@ -182,7 +182,7 @@ def test_a_table_has_no_row_of_nothing(make):
     assert (make(zeros) + make(zeros)).zeros == 18
 
 
-def test_what_tells_is_said_of_values_as_of_tables():
+def test_values_and_tables_agree_on_evidence():
     values = np.unique(np.abs(wide(hard())[np.isfinite(hard())]))
     values = np.concatenate([values[values > 0], np.arange(1, 300), 2.0**24 + np.arange(-9, 9), 1e25 + np.arange(3)])
     told = sum(

@@ -1,4 +1,4 @@
-"""What a cast would cost is what quantising the tensor as a whole, by the reference, costs."""
+"""Predicted costs of casts equal those of quantizing whole tensors by the reference."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from halfstep.errors import QuantizationError
 
 @pytest.fixture(scope="module", autouse=True)
 def short_pieces():
-    """A quarter of what is quantised at a time, so that a matrix of a quarter of the size has more than one piece."""
+    """Quantize a quarter of the usual piece at a time, so that smaller matrices still span several pieces."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "PIECE", pieces.PIECE // 4)
         yield
@@ -29,10 +29,10 @@ def matrices(kind):
     wide = torch.randn(700, 512, generator=generator) * torch.randn(700, 1, generator=generator).mul(3).exp2()
     if kind == "plain":
         return {
-            "wide": wide,  # more than one piece: a scale of the whole tensor must be that of all pieces
+            "wide": wide,  # several pieces: a per-tensor scale must cover all of them
             "odd": torch.randn(3, 5, 7, generator=generator).bfloat16(),
             "large": torch.randn(32, 64, generator=generator) * 40000,
-            "narrow": torch.randn(520, 512, generator=generator).mul(0.02).bfloat16(),  # enough to go by its codes
+            "narrow": torch.randn(520, 512, generator=generator).mul(0.02).bfloat16(),  # enough to be tried by codes
             "bias": torch.randn(64, generator=generator),
         }
     if kind == "half":
@@ -42,7 +42,7 @@ def matrices(kind):
         "sparse": torch.randn(128, 256, generator=generator) * (torch.arange(256) < 64),
         "highest": torch.randn(16, 64, generator=generator).sign() * torch.finfo(torch.float32).max,
         "broken": broken(generator),
-        "narrow and broken": broken(generator, 2100).bfloat16(),  # enough, too
+        "narrow and broken": broken(generator, 2100).bfloat16(),  # likewise
         "nothing": torch.zeros(32, 32),
         "steep": torch.randn(64, 256, generator=generator) * torch.logspace(-44, 3, 256),
     }
@@ -61,7 +61,7 @@ def kind(request):
 
 @dataclass(frozen=True)
 class Ragged(InMemory):
-    """A tensor whose source hands out shorter pieces now and then, as where a map of a file ends."""
+    """A source that sometimes yields shorter pieces, as at the end of a file map."""
 
     def chunks(self, nbytes):
         for piece in super().chunks(nbytes):
@@ -70,7 +70,7 @@ class Ragged(InMemory):
 
 
 @pytest.mark.slow
-def test_pieces_that_end_anywhere_cost_what_others_do():
+def test_costs_do_not_depend_on_piece_boundaries():
     x = torch.randn(400, 1000, generator=torch.Generator().manual_seed(1))
     found = []
     for source in (InMemory(x), Ragged(x)):
@@ -100,12 +100,12 @@ def found(kind):
 
 
 @pytest.mark.slow
-def test_all_are_the_candidates():
+def test_all_selects_every_candidate():
     assert tried({"x": torch.randn(8, 128)}, ["all"]).keys() == set(CANDIDATES)
 
 
 def expected(x, quantized):
-    """Signal, noise, zeroed, overflowing and the largest relative error, in float64, from the reference."""
+    """Signal, noise, zeroed and overflowing counts and the largest relative error of the reference, in float64."""
     x, given = x.float(), x.isfinite()
     y = quantized.dequantize().double()[given]
     x = x.double()[given]
@@ -118,7 +118,7 @@ def expected(x, quantized):
 
 @pytest.mark.quick("plain-fp16", "hard-e4m3fn_128x128")
 @pytest.mark.parametrize("name", slow_unless({"fp16", "e4m3fn_128x128", "nf4"}.__contains__, CANDIDATES))
-def test_every_candidate_is_the_reference(found, name, kind):
+def test_costs_of_every_candidate_equal_the_reference(found, name, kind):
     one, given = found(name), {key: x for key, x in matrices(kind).items() if x.dim() > 1}
     casts = dict(one.worst)
     assert set(casts) == set(given)
@@ -140,21 +140,21 @@ def test_every_candidate_is_the_reference(found, name, kind):
 
 
 @pytest.mark.parametrize("kind", ["plain"], indirect=True)
-def test_the_worst_come_first(found):
+def test_worst_tensors_come_first(found):
     assert found("fp16").worst[0][0] == "large"
     assert found("fp16").total.overflowing > 0
     ratios = [cast.sqnr for _, cast in found("nf4").worst]
     assert ratios == sorted(ratios)
 
 
-def test_only_what_is_asked_for():
+def test_only_requested_formats_are_tried():
     assert list(tried(matrices("plain"), ["nf4", "fp16"])) == ["nf4", "fp16"]
     assert tried(matrices("plain"), []) == {}
     with pytest.raises(QuantizationError, match=r"unknown format to try 'mxfp9'; nearest: mxfp8"):
         Trials(["mxfp9"])
 
 
-def test_what_overflows_is_not_called_exact():
+def test_overflowing_casts_are_not_exact():
     one = tried({"w": torch.full((4, 32), 3e38)}, ["fp16", "bf16"])["fp16"]
     assert (one.total.sqnr, one.total.decibels, one.total.harm) == (None, "-", "100% overflows")
     one = tried({"w": torch.ones(4, 32)}, ["fp16"])["fp16"]

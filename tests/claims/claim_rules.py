@@ -1,4 +1,4 @@
-"""What a row of claims.toml must keep; the messages say what to write instead."""
+"""The rules for rows of claims.toml, with messages that say what to write instead."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _REFERENCE = {"authors": str, "title": str, "where": str, "read": str}
 _PAPER = {"year": int, "arxiv": str}
 _NUMBER = {"value": (int, float), "tolerance": (int, float), "kept": list}
 _WORDS = ("unverified", "todo", "tbd")
-"""What no printed row may say: only what is known is printed."""
+"""Words that no printed row may contain; only known facts are printed."""
 
 
 def ledger_problems(data: Mapping[str, Any]) -> Iterator[str]:
-    """What the whole file violates, one message each."""
+    """The rules that the whole file violates, one message each."""
     rows, machines, subjects = data.get("claim", []), data.get("machine", {}), data.get("subject", {})
     ids = [row.get("id") for row in rows]
     for id in sorted({id for id in ids if ids.count(id) > 1}, key=str):
@@ -36,7 +36,7 @@ def ledger_problems(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def problems(row: Mapping[str, Any], machines: Mapping[str, str], subjects: Mapping[str, str]) -> Iterator[str]:
-    """What one row violates. Its contents are looked at only where its fields are right."""
+    """The rules that one row violates. Contents are checked only if all fields are right."""
     needed = _NEEDED | (_MEASURED if row.get("verdict") != "open" else {})
     found = list(_fields(row, needed, _NEEDED | _MEASURED | _OTHER))
     if isinstance(row.get("reference"), dict):

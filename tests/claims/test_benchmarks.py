@@ -1,4 +1,4 @@
-"""The benchmarks behind the ledger's long rows: what they say of losses that are known, and that recipes are there."""
+"""The benchmarks behind the ledger's long rows: their statistics on known losses, and that their recipes exist."""
 
 import importlib
 import math
@@ -18,12 +18,12 @@ from halfstep.recipe import get_recipe
 
 @pytest.fixture
 def load(monkeypatch):
-    """Imports a benchmark by name."""
+    """A function that imports a benchmark by name."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     return importlib.import_module
 
 
-def test_gaps_are_paired_by_seed_and_a_divergence_has_none(load):
+def test_gaps_are_paired_by_seed_and_absent_for_divergences(load):
     found = load("losses").summary({"fp32": [2.0, 4.0], "a": [2.2, 4.0], "b": [1.0, None], "c": [None, None]})
     none = {"least": 0.0, "most": 0.0, "low": 0.0, "high": 0.0}
     assert found["fp32"] == {"loss": 3.0, "gap": 0.0, "diverged": 0} | none
@@ -33,13 +33,13 @@ def test_gaps_are_paired_by_seed_and_a_divergence_has_none(load):
     assert found["c"] == {"loss": None, "gap": None, "least": None, "most": None, "diverged": 2}
 
 
-def test_a_baseline_that_diverges_leaves_nothing_to_compare_with(load):
+def test_diverged_baseline_raises(load):
     with pytest.raises(ValueError, match="fp32 diverged with seed 1; nothing can be compared with it"):
         load("losses").summary({"fp32": [2.0, None], "a": [2.2, 4.0]})
 
 
 @pytest.mark.slow
-def test_runs_are_of_the_model_given_and_one_that_ended_is_read(load, tmp_path, capsys):
+def test_runs_train_the_given_model_and_finished_runs_are_read(load, tmp_path, capsys):
     train = load("losses").train
     experiment = experiment_for("lm", recipes=("fp32",), steps=2, seeds=2, validations=1, batch=2, context=8)
     recipes = {"fp32": get_recipe("fp32"), "own": replace(get_recipe("bf16-mixed"), name="own")}
@@ -54,7 +54,7 @@ def test_runs_are_of_the_model_given_and_one_that_ended_is_read(load, tmp_path, 
 
 
 @pytest.mark.parametrize("group", ["betas", "masters", "states", "window"])
-def test_a_group_names_recipes_that_can_be_told_apart(load, group):
+def test_groups_hold_distinct_recipes(load, group):
     for comparison in load("ledger").GROUPS[group]().values():
         assert comparison.baseline in comparison.recipes
         recipes = list(comparison.recipes.values())
@@ -63,12 +63,12 @@ def test_a_group_names_recipes_that_can_be_told_apart(load, group):
 
 
 def comparison(**most):
-    """What `ledger.py window` keeps, of gaps that are the same with every seed."""
+    """The figures `ledger.py window` writes for gaps that are equal over all seeds."""
     rows = {name: {"gap": gap, "most": gap, "diverged": int(gap is None)} for name, gap in most.items()}
     return {"summary": rows, "experiment": {"seeds": 2, "steps": 60}}
 
 
-def test_the_window_is_that_of_the_constants_that_match(load):
+def test_window_spans_the_matching_constants(load):
     wide = comparison(**{"fp16": 0.0, "fp8-amax": 0.001, "c-4": 0.02, "c+0": 0.004, "c+2": -0.1, "c+6": None})
     shut = comparison(**{"fp16": 0.0, "fp8-amax": 0.001, "c-4": 0.02, "c+0": 0.006, "c+2": 0.1, "c+6": None})
     lines = list(load("fp8_sections").constants({"comparisons": {"wide": wide, "shut": shut}}))
@@ -77,7 +77,7 @@ def test_the_window_is_that_of_the_constants_that_match(load):
     assert lines[2].endswith("| none |")
 
 
-def test_which_of_two_is_better_is_counted(load):
+def test_counts_which_of_two_recipes_is_better(load):
     def row(without, smooth):
         ratio = {"ratio": 1.25, "least": 1.0, "most": 1.5}
         runs = {"without": [{"loss": loss} for loss in without], "smooth": [{"loss": loss} for loss in smooth]}
@@ -98,7 +98,7 @@ def test_which_of_two_is_better_is_counted(load):
     assert "1 of the 8 runs diverged." in text
 
 
-def test_what_is_said_of_both_betas_follows_from_the_gaps(load):
+def test_text_on_both_betas_follows_the_gaps(load):
     def data(light):
         rows = {"bf16-collage-light": light, "bf16-collage-plus": 0.0001}
         summary = {n: {"loss": 2.0, "gap": g, "least": g, "most": g} for n, g in {"fp32": 0.0, **rows}.items()}
@@ -111,7 +111,7 @@ def test_what_is_said_of_both_betas_follows_from_the_gaps(load):
     assert "This degrades" in " ".join(both_betas(data(0.05)))
 
 
-def test_what_is_apart_from_fp32_knows_which_way_is_worse(load):
+def test_gaps_to_fp32_respect_the_direction_of_the_metric(load):
     apart = load("finetune").apart
     losses = {"fp32": [2.0, 2.1, 2.2], "worse": [2.1, 2.2, 2.3], "lost": [2.0, None, 2.0]}
     found = apart(losses)
@@ -123,7 +123,7 @@ def test_what_is_apart_from_fp32_knows_which_way_is_worse(load):
 
 
 @pytest.mark.slow
-def test_a_fine_tuned_model_begins_with_the_weights_of_a_file(load, tmp_path):
+def test_fine_tuning_starts_from_the_files_weights(load, tmp_path):
     experiment = experiment_for("lm", recipes=("fp32",), batch=2, context=8)
     torch.manual_seed(5)
     kept = GPT(VOCABULARY, 8, 2, 128, 4)
@@ -132,14 +132,14 @@ def test_a_fine_tuned_model_begins_with_the_weights_of_a_file(load, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), kept.parameters(), strict=True))
 
 
-def test_a_section_takes_the_place_of_the_one_that_was_there(load, tmp_path):
+def test_written_section_replaces_the_old_one(load, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A page\n\n## Measured\n\nold\n\n## After\n\nstays\n")
     load("memory_page").write(page, "## Measured\n\nnew\n")
     assert page.read_text() == "# A page\n\n## Measured\n\nnew\n\n## After\n\nstays\n"
 
 
-def test_stacked_cells_are_torchs_lstm(load):
+def test_stacked_cells_equal_torchs_lstm(load):
     recurrent = load("recurrent")
     torch.manual_seed(0)
     stack, x = recurrent.Stack(3, 8), torch.randn(2, 5, 8)
@@ -155,7 +155,7 @@ def test_stacked_cells_are_torchs_lstm(load):
     torch.testing.assert_close(later, expected[:, 3:])
 
 
-def test_a_translator_sees_the_source_and_no_later_word(load):
+def test_translator_attends_to_the_source_but_not_to_later_tokens(load):
     torch.manual_seed(0)
     model = load("recurrent").Translator(9, 11, layers=2, width=8)
     source, target = torch.randint(9, (2, 4)), torch.randint(11, (2, 6))

@@ -1,4 +1,4 @@
-"""FP8-LM's figures as its authors and their readers state them, against the checks of the ledger and exact sums."""
+"""FP8-LM's published figures against the ledger's checks and exact sums."""
 
 from itertools import pairwise
 
@@ -21,7 +21,7 @@ def scale_of(amax, mu=1.0):
 
 
 @pytest.mark.parametrize("mu", [0.5, 0.25, 0.0625])
-def test_a_factor_before_the_scale_changes_no_code_and_one_in_its_target_does(mu):
+def test_factor_on_the_gradient_changes_no_code_but_a_scale_margin_does(mu):
     g = torch.randn(4096, generator=torch.Generator().manual_seed(1))
     codes, scale = ops.encode_scaled(g, torch.float8_e4m3fn)
     before, scale_before = ops.encode_scaled(mu * g, torch.float8_e4m3fn)
@@ -35,7 +35,7 @@ def test_a_factor_before_the_scale_changes_no_code_and_one_in_its_target_does(mu
 
 
 @pytest.mark.slow
-def test_the_sum_of_sixteen_ranks_saturates_until_the_factor_makes_room():
+def test_sum_of_sixteen_ranks_saturates_until_the_factor_drops():
     """Published: 6.4, 11.4, 21.8, 24.0 and 24.0 dB for other gradients; the controller reaches 23 dB after 3 steps."""
     g = fp8lm.shards(16, 4096)
     found = [fp8lm.snr(fp8lm.summed(g, 2.0**-n)[0], g.mean(0)) for n in range(5)]
@@ -48,8 +48,8 @@ def test_the_sum_of_sixteen_ranks_saturates_until_the_factor_makes_room():
         assert any(now == pytest.approx(before * by, rel=1e-6) for by in (1 / 2, 2 ** (1 / 1000)))
 
 
-def test_one_sum_by_torch():
-    """Rounding and saturating each sum, with torch's own casts."""
+def test_sum_over_ranks_equals_torch_casts():
+    """Each partial sum rounded and saturated by torch's own casts."""
     g = fp8lm.shards(4, 512)
     s = float(scale_of(g.abs().amax().float()))
     total = torch.zeros(512, dtype=torch.float64)
@@ -61,7 +61,7 @@ def test_one_sum_by_torch():
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_the_mean_of_representable_gradients_is_exact(ranks):
-    """Whole numbers to 14 over 8, whose sums E4M3 holds: the mean is the sum of codes over N s."""
+    """Gradients that are multiples of 1/8 with sums that E4M3 represents: the mean is the sum of codes over N s."""
     generator = torch.Generator().manual_seed(2)
     g = torch.randint(-2, 3, (ranks, 256), generator=generator).double() / 8
     g[:, 0] = 0.25
@@ -70,7 +70,7 @@ def test_the_mean_of_representable_gradients_is_exact(ranks):
     assert following > 1 / 16  # nothing saturated
 
 
-def test_second_moments_become_zero():
+def test_share_of_zeroed_second_moments_equals_published():
     """Published: 64 % in E4M3, 0.2 % in E5M2, 0.001 % in scaled fp16."""
     found = get_check("fp8lm-second-moment").measure()
     assert found["e4m3fn"] == pytest.approx(0.64, abs=0.06)
@@ -78,13 +78,13 @@ def test_second_moments_become_zero():
     assert found["fp16"] <= 0.00001
 
 
-def test_dividing_first_makes_zeros_and_dividing_last_overflows():
+def test_pre_division_zeroes_and_post_division_overflows():
     """Published for 64 ranks: zeros grow from 0.055 to 0.73, and some sums overflow."""
     found = get_check("fp8lm-pre-and-post").measure()
     assert found["zeroed_1"] < 0.1 < 0.5 < found["zeroed_64"]
     assert found["clipped_64"] > 0
 
 
-def test_bytes_as_the_paper_counts_them_and_with_float32_moments():
+def test_bytes_per_parameter_equal_published():
     found = get_check("fp8lm-bytes").measure()
     assert found == {"fp32": 16, "o1": 11, "o2": 6, "o3": 7, "grads": 1}

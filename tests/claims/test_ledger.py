@@ -1,4 +1,4 @@
-"""The ledger as it is: every row keeps the rules, has a check if it needs one, and stands under its subject."""
+"""The ledger as it stands: rows keep the rules, short rows have checks, and the page is current."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_every_row_keeps_the_rules():
 
 
 @every_claim
-def test_a_short_row_has_a_check_that_can_be_called(claim):
+def test_short_rows_have_callable_checks(claim):
     if claim.short:
         assert callable(get_check(claim.check).measure)
 
@@ -32,7 +32,7 @@ def test_every_check_has_a_row():
 
 
 @every_claim
-def test_a_claim_in_words_holds_its_figure(claim):
+def test_described_claim_holds_figure_and_command(claim):
     words = " ".join(describe(claim).split())
     assert words.startswith(f"{claim.id}: {claim.verdict} claim {claim.claim}")
     assert claim.figure in words
@@ -43,13 +43,13 @@ def test_the_page_is_current():
     assert (ROOT / "docs" / "claims.md").read_text(encoding="utf-8") == markdown(load()), "run `make docs`"
 
 
-def test_a_kept_file_is_one_that_a_benchmark_keeps():
+def test_kept_files_exist_in_benchmark_results():
     files = {file for claim in load() for file in claim.files}
     assert len(files) > 1
     assert sorted(file for file in files if not (ROOT / "benchmarks" / "results" / file).is_file()) == []
 
 
-def test_the_page_has_every_claim_under_its_subject():
+def test_page_has_every_claim_under_its_subject():
     page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
     subjects = list(dict.fromkeys(claim.subject for claim in load()))
     assert subjects == list(data()["subject"].values())
@@ -60,7 +60,7 @@ def test_the_page_has_every_claim_under_its_subject():
             assert page.index(f"### {claim.id}\n") < page.index(f"### {after.id}\n")
 
 
-def test_an_unknown_id_shows_the_nearest():
+def test_unknown_id_suggests_the_nearest():
     with pytest.raises(ClaimError, match="unknown claim 'forum-byte'; nearest: forum-bytes"):
         get_claim("forum-byte")
     with pytest.raises(ClaimError, match="unknown check 'forum-byte'; nearest: forum-bytes"):

@@ -1,4 +1,4 @@
-"""The table of docs/papers.md: every paper of the ledger, with its verdicts as they are."""
+"""The table of docs/papers.md has every paper of the ledger, with its current verdicts."""
 
 from collections import Counter
 from pathlib import Path
@@ -7,7 +7,7 @@ from halfstep.claims import VERDICTS, load
 
 
 def table():
-    """By title, a row's link of verdicts, its address of the paper, and its command."""
+    """(link to the verdicts, address of the paper, command) of each row, by title."""
     page = (Path(__file__).parents[2] / "docs" / "papers.md").read_text()
     found = {}
     for line in page[: page.index("\n## ")].splitlines():
@@ -19,7 +19,7 @@ def table():
     return found
 
 
-def test_every_paper_of_the_ledger_has_a_row_with_its_verdicts():
+def test_every_paper_has_a_row_with_its_verdicts():
     rows, papers = table(), {}
     for claim in load():
         papers.setdefault(claim.reference.title, []).append(claim)

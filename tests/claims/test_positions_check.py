@@ -1,4 +1,4 @@
-"""Rotary positions in a check, against complex numbers, and against what holds exactly before anything is rounded."""
+"""The rotary embedding of a check against complex numbers, and invariances that hold before rounding."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from halfstep.claims.checks import rounding
 
 
 @pytest.mark.parametrize("start", [0, 5, 4096])
-def test_a_pair_is_turned_as_a_complex_number_is(start):
+def test_rotation_equals_complex_multiplication(start):
     x = torch.randn(7, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rates = 10_000.0 ** (-torch.arange(64, dtype=torch.float64) / 64)
     angles = (start + torch.arange(7, dtype=torch.float64))[:, None] * rates
@@ -15,6 +15,6 @@ def test_a_pair_is_turned_as_a_complex_number_is(start):
     torch.testing.assert_close(rounding._rotated(x, start), torch.cat([turned.real, turned.imag], 1))
 
 
-def test_logits_do_not_move_where_the_text_does_not_and_hardly_without_rounding():
+def test_logits_move_with_the_text_position_only_through_rounding():
     assert rounding._moved(33, 0, "bf16") == 0
     assert rounding._moved(33, 16, "fp32") < 1e-6 < rounding._moved(33, 16, "fp16") < rounding._moved(33, 16, "bf16")

@@ -1,4 +1,4 @@
-"""Every rule of the ledger notices what it is for, and says what to write instead."""
+"""Every rule of the ledger finds its violation and says what to write instead."""
 
 import pytest
 from claim_rules import ledger_problems, problems
@@ -23,7 +23,7 @@ ROW = {
 OPEN = {key: ROW[key] for key in ("id", "subject", "claim", "reference", "conditions")} | {"verdict": "open"}
 
 
-def test_rows_that_keep_the_rules():
+def test_valid_rows_have_no_problems():
     assert list(problems(ROW, MACHINES, SUBJECTS)) == []
     assert list(problems(OPEN, MACHINES, SUBJECTS)) == []
     assert list(problems({**OPEN, "command": "halfstep compare", "seconds": 300}, MACHINES, SUBJECTS)) == []
@@ -72,12 +72,12 @@ THREE = dict.fromkeys(("sum", "sum_least", "sum_most"), ROW["numbers"]["sum"])
         ({"date": "yesterday"}, "date 'yesterday': expected YYYY-MM-DD"),
     ],
 )
-def test_a_broken_rule_is_named(change, message):
+def test_broken_rule_is_named(change, message):
     assert any(message in problem for problem in problems({**ROW, **change}, MACHINES, SUBJECTS))
 
 
 @pytest.mark.parametrize("name", ["id", "subject", "claim", "reference", "conditions", "verdict", "command", "figure"])
-def test_what_is_missing_is_named(name):
+def test_missing_field_is_named(name):
     row = {key: value for key, value in ROW.items() if key != name}
     assert any(f"{name} is missing" in problem for problem in problems(row, MACHINES, SUBJECTS))
 
@@ -87,6 +87,6 @@ def test_ids_are_unique():
     assert found == ["claim 'toy-claim': 2 rows have this id; give each its own"]
 
 
-def test_a_subject_has_rows():
+def test_subject_without_rows_is_a_problem():
     found = list(ledger_problems({"machine": MACHINES, "subject": {**SUBJECTS, "more": "More"}, "claim": [ROW]}))
     assert found == ["subject 'more' has no row; give it one, or take it out"]

@@ -1,4 +1,4 @@
-"""Measuring claims again: the quick ones are confirmed here, and what would not be is noticed."""
+"""Measuring claims again: quick claims are confirmed, and planted differences are found."""
 
 import json
 import math
@@ -21,13 +21,13 @@ QUICK = [claim for claim in load() if claim.short and claim.seconds < 1]
 
 
 @pytest.mark.parametrize("claim", QUICK, ids=lambda claim: claim.id)
-def test_a_quick_claim_is_confirmed(claim):
+def test_quick_claims_are_confirmed(claim):
     assert [name for name, agrees in run(claim).agreements().items() if not agrees] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("claim", [c for c in load() if c.short and c not in QUICK], ids=lambda claim: claim.id)
-def test_a_short_claim_is_confirmed(claim):
+def test_short_claims_are_confirmed(claim):
     assert [name for name, agrees in run(claim).agreements().items() if not agrees] == []
 
 
@@ -41,14 +41,14 @@ def test_a_short_claim_is_confirmed(claim):
         ({"a": 1.0, "b": 2.0, "c": 3.0}, {"a": True, "b": True, "c": False}),
     ],
 )
-def test_numbers_are_compared_both_ways(measured, expected):
+def test_missing_and_additional_numbers_disagree(measured, expected):
     claim = replace(get_claim("forum-bytes"), numbers={"a": Number(1.0), "b": Number(2.0, 0.1)})
     outcome = Outcome(claim, measured)
     assert outcome.agreements() == expected
     assert outcome.agrees == all(expected.values())
 
 
-def test_a_claim_without_check_or_figures_cannot_be_measured():
+def test_claim_without_check_or_figures_raises():
     with pytest.raises(
         ClaimError, match=r"claim 'collage-speed' has no check to run and no saved .* figures.* \'not written yet\'"
     ):
@@ -64,8 +64,8 @@ def test_a_claim_without_check_or_figures_cannot_be_measured():
     "narayan-munit",
 )
 @pytest.mark.parametrize("claim", KEPT, ids=lambda claim: claim.id)
-def test_a_claim_says_what_its_benchmark_keeps(claim):
-    """Where this fails, a benchmark was run again: `halfstep claims --check` says which figures, and how they are."""
+def test_claims_agree_with_benchmark_results(claim):
+    """If this fails, a benchmark was run again: `halfstep claims --check` lists the figures with their new values."""
     assert {
         name: run(claim, RESULTS).measured[name]
         for name, right in run(claim, RESULTS).agreements().items()
@@ -77,8 +77,8 @@ def test_a_claim_says_what_its_benchmark_keeps(claim):
     "micikevicius-mandarin", "kalamkar-domains", "lee-fp8-robust", "blake-u-mup", "zhao-8bit", "malartic-stages"
 )
 @pytest.mark.parametrize("claim", KEPT, ids=lambda claim: claim.id)
-def test_a_planted_difference_is_found(claim, tmp_path):
-    """Each number alone, moved in its file by more than its tolerance."""
+def test_changed_benchmark_figure_is_found(claim, tmp_path):
+    """Each figure in turn is changed in its file by more than its tolerance."""
     for name, number in claim.numbers.items():
         file = tmp_path / number.kept[0]
         for other in claim.files:
@@ -107,7 +107,7 @@ def test_a_planted_difference_is_found(claim, tmp_path):
         ('{"runs": [{"gap": true}]}', "found True, expected a number"),
     ],
 )
-def test_a_figure_that_is_not_there_is_an_error(tmp_path, content, words):
+def test_missing_or_malformed_figure_raises(tmp_path, content, words):
     number = Number(1.0, kept=("toy.json", "runs", "0", "gap"))
     claim = replace(get_claim("forum-loss"), numbers={"gap": number})
     if content is not None:
@@ -116,7 +116,7 @@ def test_a_figure_that_is_not_there_is_an_error(tmp_path, content, words):
         run(claim, tmp_path)
 
 
-def test_the_command_of_a_check_prints_its_numbers(capsys):
+def test_check_command_prints_its_numbers(capsys):
     assert main(["autocast-cpu"]) == 0
     assert json.loads(capsys.readouterr().out) == {"operations": 24, "float32": 5, "named": 5}
 
@@ -125,7 +125,7 @@ def test_the_command_of_a_check_prints_its_numbers(capsys):
     ("arguments", "words"),
     [(["autocast"], "unknown check 'autocast'; nearest: autocast-cpu"), ([], "usage: "), (["a", "b"], "usage: ")],
 )
-def test_the_command_of_a_check_refuses(capsys, arguments, words):
+def test_check_command_rejects_bad_arguments(capsys, arguments, words):
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
