@@ -1,8 +1,7 @@
-"""Runs every command of halfstep once, small, in this process, and prints what each did as JSON.
+"""Run every halfstep command once, on small inputs, in this process, and print the outcomes as JSON.
 
-A program for environments that have no pytest: `python every_command.py FOLDER [--quick] [MODULE ...]` works in FOLDER,
-and hides the MODULEs from every import, as if they were not installed. --quick leaves out what takes seconds.
-"""
+For environments without pytest: `python every_command.py FOLDER [--quick] [MODULE ...]` works in FOLDER and hides each
+MODULE from every import, as if it were not installed. --quick leaves out commands that take seconds."""
 
 import contextlib
 import io
@@ -35,7 +34,7 @@ for step in range(3):
 RUN = ["--steps", "2", "--seeds", "1", "--batch", "2"]
 PROBED = ["own.py:small", "--batches", "1", "--context", "8"]
 
-# What each line needs beyond a plain installation, an extra of pyproject.toml or nothing, and its exit code with that.
+# Each command line, the extra of pyproject.toml that it needs (None for a plain installation), and its exit code then.
 COMMANDS = [
     (["compare", "--recipes", "bf16-mixed", "--baseline-seeds", "1", *RUN, "--out", "compared"], "lab", 0),
     (["train", *RUN, "--out", "trained"], "lab", 0),
@@ -43,9 +42,9 @@ COMMANDS = [
     (["sweep", "status", "swept"], "lab", 0),
     (["sweep", "report", "swept"], "lab", 0),
     (["sweep", "leads", "swept"], "lab", 1),  # its runs have no sharpness
-    (["sweep", "causes", "swept"], "lab", 1),  # nor tensors
+    (["sweep", "causes", "swept"], "lab", 1),  # and no tensors
     (["law", "round", "swept", "--bits", "2"], "lab", 0),
-    (["law", "fit", "swept"], "lab", 2),  # of too few runs
+    (["law", "fit", "swept"], "lab", 2),  # too few runs
     (["law", "predict", "--parameters", "1e9", "--tokens", "2e10", "--bits", "8"], None, 0),
     (["doctor", "fp32"], None, 0),
     (["inspect", "a.safetensors"], None, 0),
@@ -90,7 +89,7 @@ COMMANDS = [
 
 
 class Hidden:
-    """A finder of modules that does not find some of them."""
+    """A module finder that does not find the given modules."""
 
     def __init__(self, finder, modules):
         self.finder, self.modules = finder, modules
@@ -103,7 +102,7 @@ class Hidden:
 
 
 def commands():
-    """The words of every command of halfstep that there is."""
+    """The words of every halfstep command."""
     from halfstep.cli.app import COMMANDS, load
 
     def walk(command, words=()):
@@ -119,7 +118,7 @@ def commands():
 
 
 def prepare():
-    """The files that the commands read, in the current folder."""
+    """Write the files that the commands read, in the current folder."""
     import torch
     from safetensors.torch import save_file
 
@@ -132,8 +131,8 @@ def prepare():
     Path("folder", "config.json").write_text(json.dumps({**config, "vocab_size": 32, "n_positions": 16}))
 
 
-def once(words):
-    """Exit code, standard output and error of a command, and the traceback where it ends in one."""
+def run_command(words):
+    """Exit code, standard output and error of a command, with the traceback if it raised."""
     from halfstep.cli.app import main
 
     out, err, code = io.StringIO(), io.StringIO(), 0
@@ -148,8 +147,8 @@ def once(words):
     return {"words": words, "code": code, "out": out.getvalue()[-2000:], "err": err.getvalue()[-2000:]}
 
 
-def broken(result):
-    """Why a command is not as it should be: it neither did its work nor says which extra it wants. None where it is."""
+def failure_of(result):
+    """Why a command failed without naming the missing extra, as a message; None if it worked or named it."""
     words, extra, code, err = (result[key] for key in ("words", "extra", "code", "err"))
     wanted = f"'halfstep[{extra}]'"
     if code == result["expected"] or (code == 2 and extra is not None and wanted in " ".join(err.split())):
@@ -158,24 +157,24 @@ def broken(result):
     return f"halfstep {' '.join(words)}: exit code {code}, expected {works}\n{err}"
 
 
-def every(folder, modules, quick):
-    """What each line of COMMANDS does in the folder without the modules, and the words of every command there is."""
+def run_all(folder, modules, quick):
+    """The outcome of each line of COMMANDS, run in the folder without the modules, and the words of all commands."""
     os.chdir(folder)
     sys.meta_path[:] = [Hidden(finder, modules) for finder in sys.meta_path]
     prepare()
     results = []
     for words, extra, code in COMMANDS:
-        unmade = words == ["sweep", "status", "swept"] and not Path("swept").exists()  # the sweep before wants an extra
+        unmade = words == ["sweep", "status", "swept"] and not Path("swept").exists()  # needs a sweep
         if not unmade and not (quick and words[0] == "doctor"):
-            results.append({**once(words), "extra": extra, "expected": code})
+            results.append({**run_command(words), "extra": extra, "expected": code})
     return {"results": results, "commands": [list(words) for words in commands()]}
 
 
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):
         words = [word for word in sys.argv[2:] if word != "--quick"]
-        found = every(sys.argv[1], words, "--quick" in sys.argv)
-        lines = [line for line in map(broken, found["results"]) if line]
+        found = run_all(sys.argv[1], words, "--quick" in sys.argv)
+        lines = [line for line in map(failure_of, found["results"]) if line]
         print(*lines, sep="\n")
     json.dump(found, sys.stdout)
     sys.exit(bool(lines))

@@ -1,4 +1,4 @@
-"""The list of commands: what it says of one is what the command's own file says, and none is imported for it."""
+"""The list of commands: its help lines equal the commands' docstrings, and it imports no command."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 from halfstep.cli.app import COMMANDS, load
 
 
-def test_a_line_of_help_is_the_first_of_the_commands_docstring():
+def test_help_lines_equal_the_first_lines_of_docstrings():
     own = {name: load(name) for name in COMMANDS}
     said = {
         name: command.help.partition("\n\n")[0] for name, command in own.items() if not hasattr(command, "commands")

@@ -1,4 +1,4 @@
-"""`halfstep audit`: scripts are run as they are, with their own arguments, and told what they lose."""
+"""`halfstep audit`: runs scripts with their own arguments and reports their lost updates."""
 
 import json
 import re
@@ -117,7 +117,7 @@ def flat(text):
     return re.sub(r"\s+", " ", text)
 
 
-def test_a_plain_loop_is_run_with_its_arguments_and_ended(run):
+def test_plain_loop_is_run_with_its_arguments_and_stopped(run):
     code, out, _ = run("audit", "plain.py", "--lr", "1e-5", "--steps", "1000")
     assert code == 1
     assert re.search(
@@ -129,7 +129,7 @@ def test_a_plain_loop_is_run_with_its_arguments_and_ended(run):
     assert "ended after" not in out
 
 
-def test_a_script_that_ends_by_itself_and_loses_nothing(run):
+def test_script_that_ends_and_loses_nothing_exits_0(run):
     code, out, _ = run("audit", "python", "-u", "plain.py", "--lr", "1e-3", "--steps", "4", "--float32")
     assert code == 0
     assert "__main__ ended after 4 steps in plain.py" in out
@@ -138,19 +138,19 @@ def test_a_script_that_ends_by_itself_and_loses_nothing(run):
 
 
 @pytest.mark.parametrize("words", [("--module", "plain"), ("-m", "plain"), ("python", "-m", "plain")])
-def test_modules_a_number_of_steps_and_a_file(run, tmp_path, words):
+def test_module_steps_and_save_options(run, tmp_path, words):
     (tmp_path / "plain.py").write_text(PLAIN)
     code, _, _ = run("audit", "--steps", "3", "--save", "found.json", *words, "--lr", "1e-5", "--steps", "8")
     (report,) = json.loads((tmp_path / "found.json").read_text())
     assert (code, report["loses"], report["updates"][0]["step"]) == (1, True, 3)
 
 
-def test_the_whole_script(run):
+def test_whole_option_runs_to_the_end(run):
     code, out, _ = run("audit", "--whole", "plain.py", "--lr", "1e-5", "--steps", "14")
     assert (code, "ended after 14 steps" in out, "(step 14; " in out) == (1, True, True)
 
 
-def test_a_loop_like_nanogpts_with_modules_beside_it(run):
+def test_nanogpt_style_loop_with_local_modules(run):
     code, out, _ = run("audit", "nanogpt.py")
     assert code == 1
     assert "Your updates are being lost: 9" in out
@@ -159,7 +159,7 @@ def test_a_loop_like_nanogpts_with_modules_beside_it(run):
 
 
 @pytest.mark.slow
-def test_transformers_trainer_is_mended_in_its_own_words(run):
+def test_remedy_for_transformers_trainer_is_halfstep_trainer(run):
     code, out, _ = run("audit", "hf.py")
     assert code == 1
     assert "Your updates are being lost: 9" in out
@@ -182,13 +182,13 @@ def test_transformers_trainer_is_mended_in_its_own_words(run):
         (("plain.py", "--unknown"), 2, "unrecognized arguments: --unknown"),
     ],
 )
-def test_mistakes(run, words, code, message):
+def test_bad_arguments_exit_2(run, words, code, message):
     found, _, errors = run("audit", *words)
     assert found == code
     assert re.search(message, flat(errors))
 
 
-def test_a_script_that_fails_shows_its_own_traceback_and_what_was_seen(run, tmp_path):
+def test_failing_script_shows_its_traceback_and_the_report(run, tmp_path):
     (tmp_path / "fails.py").write_text(PLAIN.replace("    print(", "    raise ValueError('mine')\n    print("))
     code, out, errors = run("audit", "fails.py", "--lr", "1e-5", "--steps", "2")
     assert (code, "ValueError: mine" in errors, "being lost" in out) == (1, True, True)

@@ -1,4 +1,4 @@
-"""`halfstep claims`: the ledger, one row, and measuring again; and that every row's command parses."""
+"""`halfstep claims`: the ledger, single rows and measuring again; every row's command parses."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from halfstep.recipe import get_recipe
 
 
 def parse(command):
-    """The options of a halfstep command, parsed and not run; an unknown subcommand or option raises."""
+    """The options of a halfstep command, parsed without running it; an unknown subcommand or option raises."""
     name, *rest = shlex.split(command)
     current = get_command(app)
     context = current.make_context(name, rest)
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("claim", [c for c in LONG if c.command.startswith("python ")], ids=lambda claim: claim.id)
-def test_the_script_of_a_row_is_there(claim):
+def test_scripts_of_rows_exist_and_know_their_options(claim):
     _, file, *given = shlex.split(claim.command)
     source = (ROOT / file).read_text()
     beside = [
@@ -44,18 +44,18 @@ def test_the_script_of_a_row_is_there(claim):
 
 
 @pytest.mark.parametrize("claim", [c for c in LONG if c.command.startswith("halfstep ")], ids=lambda claim: claim.id)
-def test_the_command_of_a_row_parses(claim):
+def test_commands_of_rows_parse(claim):
     options = parse(claim.command)
     assert [get_recipe(name).name for name in options["recipes"].split(",")]
 
 
 @pytest.mark.parametrize("command", ["halfstep compar", "halfstep compare --recipe fp32", "halfstep compare extra"])
-def test_a_command_that_does_not_exist_would_be_noticed(command):
+def test_unknown_command_fails_to_parse(command):
     with pytest.raises(Exception, match=r"(?i)no such|unexpected extra"):
         parse(command)
 
 
-def test_the_table(run):
+def test_table_has_every_claim(run):
     code, out, err = run("claims")
     assert (code, err) == (0, "")
     for claim in load():
@@ -66,7 +66,7 @@ def test_the_table(run):
 
 
 @pytest.mark.parametrize("columns", [24, 60, 200])
-def test_a_terminal_is_shown_every_claim_folded_under_its_subject(run, monkeypatch, columns):
+def test_terminal_output_folds_claims_under_subjects(run, monkeypatch, columns):
     monkeypatch.setattr("halfstep.cli.claims._in_terminal", lambda: True)
     code, out, err = run("claims", columns=columns)
     assert (code, err) == (0, "")
@@ -79,7 +79,7 @@ def test_a_terminal_is_shown_every_claim_folded_under_its_subject(run, monkeypat
         assert text.index(claim.subject) < text.index(f"{claim.id}: ")
 
 
-def test_json_is_the_whole_ledger(run):
+def test_json_holds_the_whole_ledger(run):
     code, out, _ = run("claims", "--json")
     rows = json.loads(out)
     assert code == 0
@@ -89,19 +89,19 @@ def test_json_is_the_whole_ledger(run):
     assert json.loads(run("claims", "show", rows[0]["id"], "--json")[1]) == rows[0]
 
 
-def test_one_claim_and_the_page(run):
+def test_show_and_markdown_output(run):
     assert run("claims", "show", "forum-zeroed")[:2] == (0, describe(load_one("forum-zeroed")) + "\n")
     assert run("claims", "--markdown")[:2] == (0, markdown(load()))
 
 
 @pytest.mark.parametrize("width", [50, 105])
-def test_a_claim_is_as_wide_as_asked(width):
+def test_claim_folds_to_the_given_width(width):
     lines = describe(load_one("forum-zeroed"), width).splitlines()
     assert max(map(len, lines)) <= max(width, 15 + max(len(word) for line in lines for word in line.split()))
     assert width == 105 or len(lines) > len(describe(load_one("forum-zeroed")).splitlines())
 
 
-def test_run_prints_measured_beside_recorded(run):
+def test_run_prints_measured_and_recorded_numbers(run):
     code, out, _ = run("claims", "--run", "autocast-cpu")
     assert code == 0
     assert out.startswith("$ python -m halfstep.claims.checks autocast-cpu\n")
@@ -109,7 +109,7 @@ def test_run_prints_measured_beside_recorded(run):
     assert f"recorded: {load_one('autocast-cpu').figure}\nverdict: in part\n" in out
 
 
-def test_a_number_that_is_not_confirmed_is_exit_code_1(run, monkeypatch):
+def test_unconfirmed_number_exits_1(run, monkeypatch):
     measured = {name: number.value for name, number in load_one("autocast-cpu").numbers.items()}
     wrong = {**measured, "float32": 6, "new": 1}
     monkeypatch.setattr(running, "run", lambda claim: running.Outcome(claim, wrong))
@@ -120,12 +120,12 @@ def test_a_number_that_is_not_confirmed_is_exit_code_1(run, monkeypatch):
 
 
 def recorded(claim, results, off=()):
-    """What a ledger is compared with that is right, but for the claims that are off."""
+    """The recorded outcome of a claim, or a wrong one for claims in `off`."""
     numbers = {name: number.value + (claim.id in off) * 1e9 for name, number in claim.numbers.items()}
     return running.Outcome(claim, numbers)
 
 
-def test_check_compares_every_claim_with_a_check_or_kept_figures(run, monkeypatch):
+def test_check_compares_every_measured_claim(run, monkeypatch):
     chosen = [claim for claim in load() if claim.short or claim.files]
     assert len(chosen) == len([claim for claim in load() if claim.verdict != "open"])
     monkeypatch.setattr(running, "run", recorded)
@@ -141,7 +141,7 @@ def test_check_compares_every_claim_with_a_check_or_kept_figures(run, monkeypatc
     assert "forum-loss: master: measured 999999999.999904, recorded -9.6e-05 ± 5e-05; rewrite the row" in err
 
 
-def test_check_outside_a_clone_says_what_it_leaves_out(run, monkeypatch, tmp_path):
+def test_check_outside_a_clone_reports_skipped_claims(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(running, "run", recorded)
     short = [claim for claim in load() if claim.short]
@@ -152,14 +152,14 @@ def test_check_outside_a_clone_says_what_it_leaves_out(run, monkeypatch, tmp_pat
     assert f"{len(kept)} more have figures of benchmarks, which were not compared: benchmarks/results is not" in err
 
 
-def test_check_of_a_folder_without_figures_is_not_confirmed(run, monkeypatch, tmp_path):
+def test_check_without_result_files_exits_1(run, monkeypatch, tmp_path):
     monkeypatch.setattr("halfstep.claims.load", lambda: [load_one("forum-loss")])
     code, out, err = run("claims", "--check", "--results", str(tmp_path / "nothing"))
     assert (code, out) == (1, "NO   forum-loss\n0 of 1 claims confirmed\n")
     assert "which_bf16.json cannot be read (No such file or directory)" in err
 
 
-def test_run_of_a_benchmark_outside_a_clone(run, monkeypatch, tmp_path):
+def test_running_a_benchmark_outside_a_clone_exits_2(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     code, _, err = run("claims", "--run", "forum-loss")
     assert code == 2
@@ -176,13 +176,13 @@ def test_run_of_a_benchmark_outside_a_clone(run, monkeypatch, tmp_path):
         (["--json", "show", "forum-bytes"], "give one of them"),
     ],
 )
-def test_mistakes(run, arguments, words):
+def test_bad_arguments_exit_2(run, arguments, words):
     code, out, err = run("claims", *arguments)
     assert (code, out) == (2, "")
     assert words in err
 
 
-def test_an_open_claim_has_nothing_to_run(run, monkeypatch):
+def test_running_an_open_claim_exits_2(run, monkeypatch):
     found = replace(load_one("forum-bytes"), verdict="open", command="", note="Not measured on a GPU.")
     monkeypatch.setattr(halfstep.claims, "get_claim", lambda id: found)
     code, _, err = run("claims", "--run", "forum-bytes")

@@ -1,4 +1,4 @@
-"""`halfstep compare` and `halfstep train`, as a user runs them."""
+"""`halfstep compare` and `halfstep train`, run through the command line."""
 
 import errno
 import json
@@ -12,7 +12,7 @@ import pytest
 from halfstep.cli.app import main
 
 
-pytestmark = pytest.mark.usefixtures("unrendered")  # a command that renders them: lab/test_llama.py
+pytestmark = pytest.mark.usefixtures("unrendered")  # reports are rendered in lab/test_llama.py
 SMALL = ["--seeds", "1", "--steps", "6", "--batch", "2", "--context", "16", "--model", "tiny_models:model"]
 MODEL = """
 from torch import nn
@@ -53,7 +53,7 @@ def place(tmp_path_factory):
 
 @dataclass(frozen=True)
 class Done:
-    """What a command left behind."""
+    """Exit code and output of a command."""
 
     code: int
     stdout: str
@@ -66,7 +66,7 @@ class Done:
 
 @pytest.fixture
 def halfstep(place, monkeypatch, capsys):
-    """Run the command in this process, from the folder `place`."""
+    """A function that runs the command in this process, from the folder `place`."""
     monkeypatch.chdir(place)
 
     def run(*arguments: str) -> Done:
@@ -82,7 +82,7 @@ def halfstep(place, monkeypatch, capsys):
     return run
 
 
-def test_compare_trains_judges_reports_and_resumes_to_the_same(place, halfstep):
+def test_compare_trains_reports_and_resumes_to_equal_results(place, halfstep):
     options = ["--recipes", "fp32,bf16-mixed", "--data", "text.txt", "--out", "runs/a", "--baseline-seeds", "1", *SMALL]
     first = halfstep("compare", *options, "--json")
     assert first.code == 0, first.stderr
@@ -168,7 +168,7 @@ def test_train_names_its_folder_and_prints_a_table(place, halfstep):
         (["train", "--recipe", "fp23"], "unknown recipe 'fp23'; nearest: fp32"),
     ],
 )
-def test_bad_input_is_one_message_exit_code_2_and_nothing_written(place, halfstep, arguments, message):
+def test_bad_input_exits_2_with_one_message_and_writes_nothing(place, halfstep, arguments, message):
     before = sorted(p for p in place.rglob("*") if "__pycache__" not in p.parts)
     done = halfstep(*arguments)
     assert done.code == 2
@@ -177,7 +177,7 @@ def test_bad_input_is_one_message_exit_code_2_and_nothing_written(place, halfste
     assert sorted(p for p in place.rglob("*") if "__pycache__" not in p.parts) == before
 
 
-def test_a_model_that_fails_on_the_way_is_one_message_and_the_run_goes_on(place, halfstep, monkeypatch):
+def test_model_failure_during_training_is_one_message_and_can_resume(place, halfstep, monkeypatch):
     arguments = ["train", "--recipe", "fp32", "--data", "text.txt", *SMALL, "--out", "runs/late"]
     arguments[arguments.index("tiny_models:model")] = "tiny_models:late"
     done = halfstep(*arguments)
@@ -189,7 +189,7 @@ def test_a_model_that_fails_on_the_way_is_one_message_and_the_run_goes_on(place,
     assert halfstep(*arguments, "--resume").code == 0
 
 
-def test_a_full_disk_is_said_and_the_run_goes_on(place, halfstep, monkeypatch):
+def test_full_disk_is_reported_and_the_run_can_resume(place, halfstep, monkeypatch):
     arguments = ["train", "--recipe", "fp32", "--data", "text.txt", *SMALL, "--out", "runs/full"]
 
     def save(*_):
@@ -208,12 +208,12 @@ def test_a_full_disk_is_said_and_the_run_goes_on(place, halfstep, monkeypatch):
     ("module", "words"),
     [("matplotlib.pyplot", r"needs matplotlib.pyplot, .* 'halfstep\[lab\]'"), ("numpy", None)],
 )
-def test_what_is_not_installed(halfstep, monkeypatch, module, words):
+def test_missing_module_names_its_extra(halfstep, monkeypatch, module, words):
     def command():
         raise ModuleNotFoundError("No module", name=module)
 
     monkeypatch.setattr("halfstep.cli.app.app", command)
-    if words is None:  # a part of the plain installation: something else is wrong
+    if words is None:  # numpy is a dependency: something else is wrong
         with pytest.raises(ModuleNotFoundError):
             halfstep("compare")
     else:
@@ -222,7 +222,7 @@ def test_what_is_not_installed(halfstep, monkeypatch, module, words):
         assert re.search(words, done.message)
 
 
-def test_a_run_folder_that_was_edited_is_refused(place, halfstep):
+def test_edited_run_folder_is_rejected(place, halfstep):
     options = ["--recipe", "fp32", "--data", "text.txt", "--out", "runs/edited", *SMALL]
     assert halfstep("train", *options).code == 0
     metrics = place / "runs" / "edited" / "fp32" / "seed-0" / "metrics.jsonl"
@@ -236,8 +236,8 @@ def test_a_run_folder_that_was_edited_is_refused(place, halfstep):
     assert "holds another experiment" in done.message
 
 
-@pytest.mark.slow  # the fast one resumes a task's run
-def test_a_run_is_resumed_by_its_folder_alone(place, halfstep):
+@pytest.mark.slow  # a fast test resumes a task's run
+def test_resume_needs_only_the_run_folder(place, halfstep):
     options = ["--recipe", "bf16-nomaster", "--data", "text.txt", "--out", "runs/alone", *SMALL]
     assert halfstep("train", *options).code == 0
     done = halfstep("train", "--out", "runs/alone", "--resume", "--json")
@@ -256,7 +256,7 @@ weight = {format = "e4m3fn", tile = "tensor", scale = "current"}
 
 
 @pytest.mark.slow
-def test_recipes_of_ones_own_are_compared_and_resumed_without_their_file(place, halfstep):
+def test_user_recipes_are_compared_and_resumed_without_their_file(place, halfstep):
     (place / "mine.toml").write_text(MINE)
     (place / "code.py").write_text("from halfstep import Recipe\nr = Recipe('coded', '', '', compute='fp16')\n")
     options = ["--data", "text.txt", "--out", "runs/own", "--baseline-seeds", "1", *SMALL]
@@ -282,7 +282,7 @@ def test_recipes_of_ones_own_are_compared_and_resumed_without_their_file(place, 
     assert final_losses(alone) == final_losses(done)
 
 
-def test_a_recipe_that_fits_no_layer_of_the_model_leaves_nothing_behind(place, halfstep):
+def test_recipe_that_matches_no_layer_writes_nothing(place, halfstep):
     options = ["--data", "text.txt", "--out", "runs/none", *SMALL]
     done = halfstep("compare", "--recipes", "fp32,fp8-smooth-swiglu", *options)
     assert done.code == 2
@@ -297,7 +297,7 @@ def final_losses(done):
     return [v["final_loss"] for v in json.loads(done.stdout)["verdicts"]]
 
 
-def test_recipes_that_share_a_name_and_recipe_data_that_were_edited(place, halfstep):
+def test_duplicate_recipe_names_and_edited_recipe_data_are_rejected(place, halfstep):
     for name in ("one", "two"):
         (place / f"{name}.toml").write_text(MINE)
     done = halfstep("compare", "--recipes", "one.toml,two.toml", "--data", "text.txt", "--out", "runs/x", *SMALL)
@@ -311,7 +311,7 @@ def test_recipes_that_share_a_name_and_recipe_data_that_were_edited(place, halfs
 
 
 @pytest.mark.slow
-def test_a_task_shows_its_metric_and_resumes(place, halfstep):
+def test_task_shows_its_metric_and_resumes(place, halfstep):
     options = ["--task", "recommender", "--recipes", "fp32,bf16-mixed", "--steps", "4", "--baseline-seeds", "1"]
     done = halfstep("compare", *options, "--out", "runs/liked")
     assert done.code == 0, done.stderr
@@ -330,7 +330,7 @@ def test_a_task_shows_its_metric_and_resumes(place, halfstep):
 
 
 @pytest.mark.slow
-def test_a_folder_older_than_tasks_is_read_and_resumed(place, halfstep):
+def test_run_folder_without_a_task_is_read_and_resumed(place, halfstep):
     options = ["--recipe", "fp32", "--data", "text.txt", "--out", "runs/old", *SMALL]
     assert halfstep("train", *options).code == 0
     file = place / "runs" / "old" / "experiment.json"
@@ -349,8 +349,8 @@ def test_a_folder_older_than_tasks_is_read_and_resumed(place, halfstep):
 
 
 @pytest.mark.slow
-def test_a_recipe_that_fails_is_explained_under_the_table_and_in_the_report(place, halfstep):
-    """Updates of 1e-6 are lost on weights in bf16; they are lost on few in fp32."""
+def test_degraded_recipe_is_explained_in_output_and_report(place, halfstep):
+    """Updates of 1e-6 are mostly lost on bf16 weights and rarely on fp32 ones."""
     options = ["--recipes", "fp32,bf16-nomaster", "--data", "text.txt", "--lr", "1e-5", "--margin", "1e-9", *SMALL]
     options[options.index("--steps") + 1] = "40"
     done = halfstep("compare", *options, "--seeds", "3", "--out", "runs/explained")
@@ -366,8 +366,8 @@ def test_a_recipe_that_fails_is_explained_under_the_table_and_in_the_report(plac
 
 
 @pytest.mark.slow
-def test_recipes_one_after_another_are_a_recipe(halfstep, place):
-    """With and without a comma, among others, by steps and by fractions; the folder has a plain name."""
+def test_staged_recipe_is_compared_like_a_recipe(halfstep, place):
+    """Stages with and without commas, by steps and by fractions; the folder gets a plain name."""
     recipes = "fp32,bf16-mixed until 50%, then fp32 until step 5 then bf16-mixed,bf16-mixed"
     done = halfstep("compare", "--recipes", recipes, *SMALL, "--data", "text.txt", "--out", "stages")
     assert done.code == 0, done.stderr
@@ -380,7 +380,7 @@ def test_recipes_one_after_another_are_a_recipe(halfstep, place):
     )
 
 
-def test_a_stage_that_the_run_never_reaches_is_refused_before_anything_is_written(halfstep, place):
+def test_unreachable_stage_is_rejected_before_writing(halfstep, place):
     done = halfstep(
         "train", "--recipe", "fp32 until step 900, then bf16-mixed", *SMALL, "--data", "text.txt", "--out", "never"
     )

@@ -1,4 +1,4 @@
-"""`halfstep recipes cost`: a table, JSON, and mistakes."""
+"""`halfstep recipes cost`: table, JSON and bad arguments."""
 
 import json
 
@@ -24,7 +24,7 @@ def model(tmp_path):
     return lambda name: f"{tmp_path}/models.py:{name}"
 
 
-def test_a_table(run, model):
+def test_table_of_costs_by_matmul_kind(run, model):
     code, out, err = run("recipes", "cost", "fp8-current", "--model", model("gpt"), "--batch", "2")
     assert (code, err) == (0, "")
     rows = {line[:22].strip(): line[22:].split() for line in out.splitlines()[2:]}
@@ -41,14 +41,14 @@ def test_a_table(run, model):
     assert "multiply-adds a step; fp8-current at fp16=1,fp8=2,fp4=4" in out.splitlines()[0]
 
 
-def test_without_a_head(run, model):
+def test_model_without_a_head(run, model):
     code, out, _ = run("recipes", "cost", "fp8-current", "--model", model("dense"))
     assert code == 0
     assert "without the head" not in out
     assert "50.0%      2.00" in out.splitlines()[-1]
 
 
-def test_as_json(run, model):
+def test_json_output(run, model):
     args = "--model", model("gpt"), "--speeds", "fp16=1,fp8=1.5", "--json"
     code, out, err = run("recipes", "cost", "fp8-current", *args)
     assert (code, err) == (0, "")
@@ -62,7 +62,7 @@ def test_as_json(run, model):
 
 
 @pytest.mark.slow
-def test_a_recipe_that_sends_few_bits(run, model, tmp_path):
+def test_recipe_with_low_bit_communication(run, model, tmp_path):
     path = tmp_path / "mine.toml"
     eight = '{format = "e4m3fn", tile = "1x128", scale = "rceil", flat = true}'
     path.write_text(f'name = "mine"\nbase = "fp8-current"\n[communication]\ngradients = {eight}\nweights = {eight}\n')
@@ -76,7 +76,7 @@ def test_a_recipe_that_sends_few_bits(run, model, tmp_path):
     assert few == pytest.approx(usual * 129 / 128 / 4, rel=1e-4)
 
 
-def test_stages_and_what_is_beside_products(run, model):
+def test_staged_recipes_and_overheads(run, model):
     args = "--model", model("gpt"), "--batch", "2"
     code, out, err = run("recipes", "cost", "fp4-zhou until step 5, then bf16-mixed", "--steps", "10", *args)
     assert (code, err) == (0, "")
@@ -101,7 +101,7 @@ def test_stages_and_what_is_beside_products(run, model):
         (("fp8-current",), "Missing option '--model'"),
     ],
 )
-def test_mistakes(run, args, message):
+def test_bad_arguments_exit_2(run, args, message):
     code, out, err = run("recipes", "cost", *args)
     assert (code, out) == (2, "")
     assert message in err

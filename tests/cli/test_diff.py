@@ -1,4 +1,4 @@
-"""`halfstep diff`: sentences, tables, JSON, exit codes, narrow terminals, pipes that close, clear mistakes."""
+"""`halfstep diff`: sentences, tables, JSON, exit codes, narrow terminals, closed pipes, bad arguments."""
 
 import json
 import re
@@ -15,7 +15,7 @@ HOSTILE = "evil\x1b[31m\u202e<script>"
 
 @pytest.fixture
 def files(tmp_path):
-    """A model and its cast to bf16, with one tensor trained on."""
+    """A model, and its cast to bf16 with one tensor trained further."""
     g = torch.Generator().manual_seed(0)
     a = {f"model.layers.{i}.mlp.up_proj.weight": torch.randn(64, 64, generator=g) for i in range(3)}
     a |= {"model.norm.weight": torch.rand(64, generator=g), HOSTILE: torch.randn(8, 8, generator=g)}
@@ -44,14 +44,14 @@ def test_by_layer_and_by_tensor(run, files):
     assert "\u202e" not in out
 
 
-def test_the_same_file_is_exit_code_0(run, files):
+def test_same_file_exits_0(run, files):
     code, out, _ = run("diff", files[0], files[0])
     assert code == 0
     assert "Both hold the same tensors, byte for byte." in out
 
 
-def test_two_files_without_a_tensor_are_said_to_have_none(run, tmp_path):
-    """As two copies that broke off in the same way."""
+def test_files_without_tensors_are_reported(run, tmp_path):
+    """As two copies that were cut off at the same place."""
     save_file({}, tmp_path / "none.safetensors")
     _, out, _ = run("diff", str(tmp_path / "none.safetensors"), str(tmp_path / "none.safetensors"))
     assert "Neither holds a tensor." in out
@@ -77,7 +77,7 @@ def test_narrow_terminals(run, files, columns):
     assert "8,192" in out
 
 
-def test_mistakes(run, files, tmp_path):
+def test_bad_arguments_exit_2(run, files, tmp_path):
     code, out, err = run("diff", files[0], str(tmp_path / "no"))
     assert (code, out) == (2, "")
     assert "no' cannot be opened: No such file or directory; expected a checkpoint's file" in err
@@ -89,7 +89,7 @@ def test_mistakes(run, files, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_pipe_that_closes(files):
+def test_closed_pipe_gives_no_traceback(files):
     """As in `halfstep diff ... | head -1`: no traceback."""
     command = [sys.executable, "-m", "halfstep", "diff", *files, "--tensors"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

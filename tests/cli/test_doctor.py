@@ -1,4 +1,4 @@
-"""`halfstep doctor`: the paths on this machine, and kernels that differ from the reference."""
+"""`halfstep doctor`: which paths this machine takes, and finding kernels that differ from the reference."""
 
 import ast
 import json
@@ -19,13 +19,13 @@ from halfstep.recipe import get_recipe
 
 
 def faulty(kernel, run):
-    """The test of a kernel on one format, where `run` is called in the kernel's place."""
+    """The selftest of a kernel on e5m2, with `run` in place of the kernel."""
     (test,) = [test for test in selftest.CPU if (test.kernel, test.format) == (kernel, "float8_e5m2")]
     return test._replace(make=partial(test.make, run=run))
 
 
-@pytest.mark.slow  # it compiles every kernel; the tests of each kernel are the fast ones
-def test_every_kernel_is_the_reference_here(run):
+@pytest.mark.slow  # compiles every kernel; each kernel has fast tests of its own
+def test_every_kernel_equals_the_reference(run):
     code, out, err = run("doctor", "fp8-current", "mxfp8", "fp32", "--json")
     assert code == 0
     assert err.startswith("testing every kernel: minutes where they are not compiled yet")
@@ -46,7 +46,7 @@ def test_every_kernel_is_the_reference_here(run):
 
 
 @pytest.mark.parametrize("here", [True, False])
-def test_the_path_follows_the_machine(run, monkeypatch, carry, here):
+def test_reported_paths_follow_the_machine(run, monkeypatch, carry, here):
     carry(*[torch.bfloat16, torch.float16] if here else [])
     monkeypatch.setattr(selftest, "CPU", ())
     monkeypatch.setattr(optim, "CPU", ())
@@ -58,7 +58,7 @@ def test_the_path_follows_the_machine(run, monkeypatch, carry, here):
     assert re.search(r"^compiled code +\d+ MiB in ", out, re.MULTILINE)
 
 
-def test_a_kernel_that_differs_in_one_element_is_caught(run, monkeypatch):
+def test_kernel_that_differs_in_one_element_is_found(run, monkeypatch):
 
     def wrong(x, out, *options):
         done = cast.run(x, out, *options)
@@ -76,7 +76,7 @@ def test_a_kernel_that_differs_in_one_element_is_caught(run, monkeypatch):
     assert err.count("error:") == 1
 
 
-def test_a_kernel_that_raises_and_one_that_refuses_all_are_caught():
+def test_kernel_that_raises_or_takes_no_input_is_found():
     def broken(*arguments):
         raise RuntimeError("illegal instruction")
 
@@ -84,8 +84,8 @@ def test_a_kernel_that_raises_and_one_that_refuses_all_are_caught():
     assert outcome(faulty("cast", lambda *arguments: False)).difference == "the kernel took no input"
 
 
-def test_matrices_are_compared_with_their_reference(monkeypatch):
-    """These kernels pass here, and one that differs in one number is found."""
+def test_matrix_kernels_equal_the_reference(monkeypatch):
+    """The kernels pass, and one that differs in one element is found."""
     tests = [test for test in selftest.CPU if test.kernel in ("rows", "sparse products")]
     found = list(map(outcome, tests))
     assert {test.kernel for test in found} == {"rows", "sparse products"}
@@ -101,7 +101,7 @@ def test_matrices_are_compared_with_their_reference(monkeypatch):
     assert {test.kernel for test in map(outcome, tests) if not test.passed} == {"rows"}
 
 
-def test_an_optimizer_step_that_differs_is_caught(monkeypatch):
+def test_optimizer_step_that_differs_is_found(monkeypatch):
     right = optimizer.prepare
 
     def wrong(names, weight, *arguments):
@@ -121,7 +121,7 @@ def test_an_optimizer_step_that_differs_is_caught(monkeypatch):
     assert all(test.difference.startswith("ordinary, ") for test in found)
 
 
-def test_what_counts_as_a_difference():
+def test_compare_finds_signs_of_zero_but_ignores_signs_of_nan():
     zero, nan = torch.tensor([0.0]), torch.tensor([torch.nan])
     assert compare(nan, -nan, "x", nan) is None
     assert compare(zero, -zero, "x", zero) == "x: element 0 of 0.0: -0.0 found, 0.0 expected; 1 of 1 differ"
@@ -130,7 +130,7 @@ def test_what_counts_as_a_difference():
     assert compare(codes, codes.flip(0), "x") == "x: element 0: 4 found, 3 expected; 2 of 2 differ"
 
 
-def test_a_triton_older_than_the_kernels_were_proven_with_is_not_tried(monkeypatch):
+def test_too_old_triton_is_not_used(monkeypatch):
     monkeypatch.setattr(gpu, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.version, "hip", None)
     answers = {}
@@ -145,7 +145,7 @@ def test_a_triton_older_than_the_kernels_were_proven_with_is_not_tried(monkeypat
     assert "by kernel" in answers["3.6.0"][1]
 
 
-def test_the_source_of_an_update_rule_is_what_a_gpu_runs(run):
+def test_source_of_an_update_rule_is_the_gpu_kernels(run):
     code, out, _ = run("doctor", "--source", "sgd")
     assert code == 0
     assert out.startswith("# torch.optim.SGD\n")
@@ -155,7 +155,7 @@ def test_the_source_of_an_update_rule_is_what_a_gpu_runs(run):
     assert source.moving(program) in out
 
 
-def test_the_source_of_a_rule_with_norms_has_what_they_are_of(run):
+def test_source_of_a_rule_with_norms_has_the_norm_kernel(run):
     _, out, _ = run("doctor", "--source", "lamb")
     assert out.startswith("# halfstep.optim.Lamb\n")
     assert [node.name for node in ast.parse(out).body] == ["found", "normed", "moved"]
@@ -172,7 +172,7 @@ def test_the_source_of_a_rule_with_norms_has_what_they_are_of(run):
         ("adamww", "'adamww' is no update rule"),
     ],
 )
-def test_what_has_no_source_says_what_has(run, name, found):
+def test_rule_without_source_lists_the_rules_that_have_it(run, name, found):
     code, _, err = run("doctor", "--source", name)
     assert code == 2
     assert f"{found}: kernels are made of adagrad, adam, adamw, lamb, lion, " in err

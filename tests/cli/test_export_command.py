@@ -1,4 +1,4 @@
-"""`halfstep export` at the command line: folders and files, what is copied, what is listed, what is refused."""
+"""`halfstep export`: written folders and files, copied files, the list of formats, and bad arguments."""
 
 import json
 
@@ -33,19 +33,19 @@ def run(*words):
     return result
 
 
-def test_a_folder(source, tmp_path):
+def test_exported_folder(source, tmp_path):
     out = run(source, tmp_path / "a", "--recipe", "fp8-rowwise").stdout
     assert f"{tmp_path / 'a'}: fp8-channel, as fp8-rowwise rounds it" in out
     assert "in codes: 7 layers" in out
     names = {file.name for file in (tmp_path / "a").iterdir()}
     assert names == {"config.json", "generation_config.json", "model.safetensors", "chat_template.jinja"}
     tensors = load_file(tmp_path / "a" / "model.safetensors")
-    assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16  # as the folder stored it
+    assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16  # the dtype of the folder
     assert json.loads((tmp_path / "a" / "config.json").read_text())["dtype"] == "bfloat16"
     assert halfstep.from_pretrained(tmp_path / "a").lm_head.weight.dtype == torch.float32
 
 
-def test_json_and_gguf(source, tmp_path):
+def test_gguf_file_and_json_output(source, tmp_path):
     words = (source, tmp_path / "m.gguf", "--recipe", "mxfp4", "--format", "gguf-mxfp4", "--json")
     data = json.loads(run(*words).stdout)
     assert (data["format"], data["recipe"], len(data["quantized"])) == ("gguf-mxfp4", "mxfp4", 7)
@@ -53,13 +53,13 @@ def test_json_and_gguf(source, tmp_path):
     assert "no tokenizer: llama.cpp takes" in run(source, tmp_path / "f32.gguf", "--format", "gguf-f32").stdout
 
 
-def test_the_list():
+def test_list_of_formats():
     assert json.loads(run("--list", "--recipe", "fp8-rowwise", "--json").stdout)[0]["name"] == "fp8-channel"
     assert "gguf-q8_0" in run("--list").stdout
     assert "deepseek-fp8" in run("--list").stdout
 
 
-def test_mistakes_are_said_before_the_model_is_loaded(source, tmp_path):
+def test_bad_arguments_raise_before_the_model_is_loaded(source, tmp_path):
     with pytest.raises(LayoutError, match=r"unknown format 'fp9'"):
         run("no-such-model", tmp_path / "a", "--format", "fp9")
     with pytest.raises(CheckpointError, match=r"exists and is not empty"):

@@ -1,4 +1,4 @@
-"""`halfstep formats`: tables, one format whole, two compared, an addition by hand; checked against worked examples."""
+"""`halfstep formats`: tables, single formats, comparisons and additions, checked against worked examples."""
 
 import json
 from fractions import Fraction
@@ -14,7 +14,7 @@ from halfstep import formats, round_to
 
 @pytest.fixture
 def rounding(run):
-    """What `show NAME --value X` says as JSON."""
+    """A function that returns the JSON of `show NAME --value X`."""
 
     def command(name, value, *options):
         code, out, err = run("formats", "show", name, "--value", value, "--json", *options)
@@ -26,7 +26,7 @@ def rounding(run):
 
 @pytest.fixture
 def adding(run):
-    """What `add NAME A B` says as JSON."""
+    """A function that returns the JSON of `add NAME A B`."""
 
     def command(*arguments):
         code, out, err = run("formats", "add", *arguments, "--json")
@@ -36,7 +36,7 @@ def adding(run):
     return command
 
 
-def test_the_tables_hold_every_format(run):
+def test_tables_hold_every_format(run):
     code, out, err = run("formats")
     assert (code, err) == (0, "")
     scalar, block = out.split("\n\n")
@@ -50,7 +50,7 @@ def test_the_tables_hold_every_format(run):
 
 @pytest.mark.quick("120")
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_the_tables_fit_the_terminal(run, columns):
+def test_tables_fit_the_terminal(run, columns):
     lines = run("formats", columns=columns)[1].splitlines()
     assert max(map(len, lines)) <= columns
     rows = [line for line in lines if line.split() and line.split()[0] in {*formats.names(), *formats.block_names()}]
@@ -58,7 +58,7 @@ def test_the_tables_fit_the_terminal(run, columns):
     assert any("in a wider terminal, or with --json" in line for line in lines)
 
 
-def test_the_tables_as_json(run):
+def test_tables_as_json(run):
     data = json.loads(run("formats", "--json")[1])
     assert [f["name"] for f in data["formats"]] == formats.names()
     assert [b["name"] for b in data["block_formats"]] == formats.block_names()
@@ -78,7 +78,7 @@ SHOWN, WIDTHS = [*formats.names(), "e8m3", "posit6_1"], (60, 100)
 @pytest.mark.parametrize(
     ("name", "columns"), slow_unless(in_turn(SHOWN, WIDTHS).__contains__, [*product(SHOWN, WIDTHS)])
 )
-def test_every_format_is_shown_within_the_terminal(run, name, columns):
+def test_shown_format_fits_the_terminal(run, name, columns):
     code, out, err = run("formats", "show", name, "--value", "0.7", columns=columns)
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= columns
@@ -88,7 +88,7 @@ def test_every_format_is_shown_within_the_terminal(run, name, columns):
 
 @pytest.mark.quick("fp8_1x128", "uint4_64")
 @pytest.mark.parametrize("name", formats.block_names())
-def test_every_block_format_is_shown(run, name):
+def test_shown_block_format(run, name):
     code, out, err = run("formats", "show", name)
     block = formats.get_block(name)
     assert (code, err) == (0, "")
@@ -97,7 +97,7 @@ def test_every_block_format_is_shown(run, name):
     assert json.loads(run("formats", "show", name, "--json")[1])["block_format"]["tile"] == list(block.tile)
 
 
-def test_special_codes_are_those_of_the_specifications(run):
+def test_special_codes_equal_the_specifications(run):
     def codes(name):
         return json.loads(run("formats", "show", name, "--json")[1])["format"]["codes"]
 
@@ -116,7 +116,7 @@ def test_special_codes_are_those_of_the_specifications(run):
     assert codes("nf4")["zero"] == 7
 
 
-def test_all_values_of_a_4_bit_format_are_on_the_page(run):
+def test_4_bit_format_lists_all_values(run):
     out = run("formats", "show", "fp4")[1]
     for code in range(16):
         value = [0, 0.5, 1, 1.5, 2, 3, 4, 6][code & 7] * (-1 if code & 8 else 1)
@@ -148,14 +148,14 @@ def test_all_values_of_a_4_bit_format_are_on_the_page(run):
         ("e8m0", "3", "10000001", 4.0),
     ],
 )
-def test_bit_fields(rounding, name, value, bits, result):
-    """Posits read on the magnitude (method A); the rest written by hand from the definitions."""
+def test_bit_fields_of_values(rounding, name, value, bits, result):
+    """Posits are read from the magnitude (method A); the other codes are written by hand from the definitions."""
     data = rounding(name, value)
     assert data["bits"] == bits
     assert data["rounded"] == result
 
 
-def test_what_rounding_did(run, rounding):
+def test_rounding_of_a_value_is_described(run, rounding):
     data = rounding("e4m3fn", "3.3")
     assert (data["below"]["value"], data["boundary"], data["above"]["value"]) == (3.25, "27/8", 3.5)
     assert (data["exact"], data["error_in_gaps"], data["tie"]) == ("33/10", -0.2, False)
@@ -173,7 +173,7 @@ def test_what_rounding_did(run, rounding):
     assert "cut on the bit string" in run("formats", "show", "posit8_2", "--value", "4194305")[1]
 
 
-def test_the_number_is_taken_exactly(rounding):
+def test_value_is_parsed_exactly(rounding):
     """257 + 2^-40 is above the tie; float32 would round it onto the tie first."""
     assert rounding("bf16", "257.0000000000009094947017729282379150390625")["rounded"] == 258
     assert rounding("bf16", "257")["rounded"] == 256
@@ -196,7 +196,7 @@ def test_additions_agree_with_fractions(adding, name):
         assert data["vanished"] == (min(a, b, key=abs) != 0 and data["sum"]["rounded"] == max(a, b, key=abs))
 
 
-def test_a_small_update_that_vanishes(run, adding):
+def test_small_update_vanishes(run, adding):
     data = adding("bf16", "1", "0.001")
     assert data["vanished"]
     assert data["shift"] == 10
@@ -223,11 +223,11 @@ def test_additions_of_negative_numbers_and_edges(adding):
 
 @pytest.fixture
 def compared(run):
-    """What `compare A B` says as JSON."""
+    """A function that returns the JSON of `compare A B`."""
     return lambda a, b: json.loads(run("formats", "compare", a, b, "--json")[1])
 
 
-def test_comparisons(compared):
+def test_comparison_of_two_formats(compared):
     data = compared("e4m3fn", "bf16")
     assert data["only_in_a"] == {"count": 0, "examples": []}
     assert data["values"] == [253, 2 * 254 * 128 + 2 * 127 + 1]
@@ -239,7 +239,7 @@ def test_comparisons(compared):
 
 
 @pytest.mark.slow
-def test_comparisons_of_wide_formats(compared):
+def test_comparison_of_wide_formats(compared):
     assert compared("posit16_1", "fp32")["only_in_a"]["count"] == 0
     assert compared("bf16", "tf32")["only_in_a"]["count"] == 0
     assert compared("posit32_2", "fp32")["only_in_a"]["count"] / 2**32 == pytest.approx(0.81, abs=0.005)
@@ -256,7 +256,7 @@ def test_comparisons_of_wide_formats(compared):
         ),
     ],
 )
-def test_values_in_common_are_counted_as_by_listing(run, pair):
+def test_counts_of_common_values_equal_set_intersection(run, pair):
     a, b = (set(formats.get(name).values()) for name in pair)
     data = json.loads(run("formats", "compare", *pair, "--json")[1])
     assert (data["common"], data["only_in_a"]["count"]) == (len(a & b), len(a - b))
@@ -272,14 +272,14 @@ def test_values_in_common_are_counted_as_by_listing(run, pair):
         *[("e3m4", 1.3413e-2), ("posit8_1", 1.3297e-2), ("posit16_1", 5.212e-5)],
     ],
 )
-def test_errors_on_normal_numbers(run, name, error):
-    """Measured by others on 65536 random numbers (posits: 8192)."""
+def test_errors_on_normal_values_equal_published(run, name, error):
+    """Published errors, measured on 65536 random values (posits: 8192)."""
     data = json.loads(run("formats", "compare", name, "e2m1fn", "--json")[1])
     assert data["normal_error"][0] == pytest.approx(error, rel=0.01)
 
 
 @pytest.mark.parametrize("columns", [60, 100])
-def test_a_comparison_fits_the_terminal(run, columns):
+def test_comparison_fits_the_terminal(run, columns):
     code, out, err = run("formats", "compare", "e4m3fn", "e5m2", columns=columns)
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= columns

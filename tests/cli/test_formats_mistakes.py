@@ -1,4 +1,4 @@
-"""What goes wrong in `halfstep formats` is one message and exit code 2; pictures; a new format found everywhere."""
+"""`halfstep formats`: errors with exit code 2, plots, and that a new format is found everywhere."""
 
 import subprocess
 import sys
@@ -61,19 +61,19 @@ HOME = Path(halfstep.__file__).parents[1]
     ],
     ids=lambda x: " ".join(x)[:40] if isinstance(x, list) else "",
 )
-def test_mistakes_are_a_message_and_exit_code_2(run, arguments, words):
+def test_bad_arguments_exit_2_with_a_message(run, arguments, words):
     code, out, err = run("formats", *arguments)
     assert (code, out) == (2, "")
     assert words in " ".join(err.split())
     assert "Traceback" not in err
 
 
-PICTURED = "fp4", "e4m3fn", "posit16_1", "fp32", "nf4", "e8m0", "uint8", "dynamic8"
+PLOTTED = "fp4", "e4m3fn", "posit16_1", "fp32", "nf4", "e8m0", "uint8", "dynamic8"
 
 
 @pytest.mark.quick("nf4")
-@pytest.mark.parametrize("name", slow_unless(("posit16_1", "fp32", "nf4", "e8m0", "uint8").__contains__, PICTURED))
-def test_a_picture_is_written_over_the_last_one(run, tmp_path, name):
+@pytest.mark.parametrize("name", slow_unless(("posit16_1", "fp32", "nf4", "e8m0", "uint8").__contains__, PLOTTED))
+def test_plot_overwrites_an_existing_file(run, tmp_path, name):
     path = tmp_path / "line.png"
     path.write_text("an old one")
     code, out, err = run("formats", "show", name, "--plot", str(path), "--value", "0.8")
@@ -82,14 +82,14 @@ def test_a_picture_is_written_over_the_last_one(run, tmp_path, name):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_without_matplotlib_says_how_to_get_it(run, monkeypatch, tmp_path):
+def test_plot_without_matplotlib_names_the_extra(run, monkeypatch, tmp_path):
     monkeypatch.setattr("halfstep.cli.formats.plot.find_spec", lambda name: None)
     code, _, err = run("formats", "show", "fp4", "--plot", str(tmp_path / "x.png"))
     assert code == 2
     assert "pip install 'halfstep[lab]'" in err
 
 
-def test_a_terminal_without_block_characters_gets_a_sketch():
+def test_ascii_terminal_gets_an_ascii_plot():
     command = [sys.executable, "-m", "halfstep", "formats", "show", "e4m3fn"]
     done = subprocess.run(command, capture_output=True, env={"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(HOME)})
     assert done.returncode == 0
@@ -104,17 +104,17 @@ made_up = Float("made_up5", 3, 1, 2, "fn", source="made up", aliases=("mu5",))
 '''
 
 
-def in_a_package_with_one_file_more(folder, code):
-    """Runs code in a process whose `halfstep.formats` finds its members in `folder`, too."""
+def run_with_made_up_format(folder, code):
+    """Run code in a process in which `halfstep.formats` also finds formats in `folder`."""
     (folder / "made_up.py").write_text(MADE_UP)
     start = f"import halfstep.formats as room; room.__path__.append({str(folder)!r}); import sys\n"
     command = [sys.executable, "-c", start + code]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
 
 
-@pytest.mark.slow  # conformance/test_one_file.py is the fast one
-def test_a_format_is_one_call_in_one_file(tmp_path):
-    """The table, the page and the tensor functions know it without being told."""
+@pytest.mark.slow  # conformance/test_one_file.py is the fast test
+def test_new_format_needs_one_call_in_one_file(tmp_path):
+    """The table, the page and the tensor functions find it without registration."""
     code = """
 from halfstep.cli.app import main
 for arguments in (["formats"], ["formats", "show", "mu5", "--value", "3.3"], ["formats", "add", "mu5", "12", "1"]):
@@ -127,7 +127,7 @@ import torch, halfstep
 x = torch.tensor([1.1, 40.0, -0.4])
 print(halfstep.round_to(x, "made_up5").tolist(), halfstep.encode(x, "mu5").tolist())
 """
-    done = in_a_package_with_one_file_more(tmp_path, code)
+    done = run_with_made_up_format(tmp_path, code)
     assert done.returncode == 0, done.stderr
     assert any(line.startswith("made_up5 ") for line in done.stdout.splitlines())
     assert "0 011 1" in done.stdout  # 3 = 2^(3 - 2) * 1.5
@@ -136,12 +136,12 @@ print(halfstep.round_to(x, "made_up5").tolist(), halfstep.encode(x, "mu5").tolis
 
 
 @pytest.mark.slow
-def test_the_conformance_tests_take_the_new_format(tmp_path):
-    """They are run on it alone; exit code 5 would mean that none was collected."""
+def test_conformance_tests_include_the_new_format(tmp_path):
+    """Runs them on the new format only; exit code 5 would mean that none was collected."""
     code = """
 import pytest
 sys.exit(pytest.main(["-p", "no:cacheprovider", "-k", "made_up5", "tests/conformance/test_every_format.py"]))
 """
-    done = in_a_package_with_one_file_more(tmp_path, code)
+    done = run_with_made_up_format(tmp_path, code)
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout

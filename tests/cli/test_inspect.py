@@ -1,4 +1,4 @@
-"""`halfstep inspect`: the verdict first, hostile names written out, files whole or not at all, clear mistakes."""
+"""`halfstep inspect`: verdicts, escaped names, files written whole or not at all, bad arguments."""
 
 import json
 import re
@@ -14,7 +14,7 @@ HOSTILE = "evil\x1b[31m\u202e<script>alert(1)</script>"
 
 @pytest.fixture
 def folder(tmp_path):
-    """bf16 weights stored as float16, as a Hugging Face folder of a model that the knowledge base knows."""
+    """bf16 weights stored as float16, in a Hugging Face folder of a model that the knowledge base has."""
     path = tmp_path / "model"
     path.mkdir()
     weights = {f"model.layers.{i}.mlp.up_proj.weight": torch.randn(96, 64).bfloat16().half() for i in range(2)}
@@ -25,7 +25,7 @@ def folder(tmp_path):
     return path
 
 
-def test_verdict_contradictions_and_what_is_known(run, folder):
+def test_verdict_contradictions_and_knowledge_base(run, folder):
     code, out, _ = run("inspect", str(folder))
     assert code == 0
     assert re.search(
@@ -38,15 +38,15 @@ def test_verdict_contradictions_and_what_is_known(run, folder):
     assert re.search(r"^mlp +2 +12,288 +fp16 +bf16 +8 ", out, re.MULTILINE)
 
 
-def test_what_a_folder_is_called_says_nothing_of_its_model(run, tmp_path, monkeypatch):
-    """A folder named as a model of the knowledge base, with another one's weights inside."""
+def test_folder_name_does_not_identify_the_model(run, tmp_path, monkeypatch):
+    """A folder named like a model of the knowledge base, with other weights inside."""
     (tmp_path / "gpt2").mkdir()
     np.savez(tmp_path / "gpt2" / "w.npz", w=np.ones((8, 8), np.float32))
     monkeypatch.chdir(tmp_path)
     assert json.loads(run("inspect", "gpt2/w.npz", "--json")[1])["known"] is None
 
 
-def test_names_are_written_out(run, folder):
+def test_control_characters_in_names_are_escaped(run, folder):
     for options in ((), ("--tensors",)):
         _, out, err = run("inspect", str(folder), *options)
         assert "\x1b[31m" not in out + err
@@ -66,7 +66,7 @@ def test_json_has_every_tensor(run, folder):
     assert data["casts"][1]["worst"][0]["sqnr"] < 25
 
 
-def test_a_quick_look(run, folder):
+def test_quick_option(run, folder):
     code, out, _ = run("inspect", str(folder), "--quick")
     assert code == 0
     assert "every value exactly bf16" in out
@@ -74,13 +74,13 @@ def test_a_quick_look(run, folder):
 
 
 @pytest.mark.parametrize("formats", ["bf16,nvfp4", pytest.param("all", marks=pytest.mark.slow)])
-def test_what_a_cast_would_cost(run, folder, formats):
+def test_what_if_option_lists_costs_of_casts(run, folder, formats):
     _, out, _ = run("inspect", str(folder), "--what-if", formats)
     assert re.search(r"^bf16 +", out, re.MULTILINE)
     assert re.search(r"^nvfp4 +\d+\.\d ", out, re.MULTILINE)
 
 
-def test_a_cast_is_written_and_says_what_overflows(run, tmp_path):
+def test_written_cast_reports_overflow_and_underflow(run, tmp_path):
     save_file({"w": torch.full((4, 4), 1e6), "v": torch.full((4,), 1e-9)}, tmp_path / "in.safetensors")
     code, out, _ = run(
         "inspect", str(tmp_path / "in.safetensors"), "--to", "fp16", "--out", str(tmp_path / "out.safetensors")
@@ -92,7 +92,7 @@ def test_a_cast_is_written_and_says_what_overflows(run, tmp_path):
     assert load_file(tmp_path / "out.safetensors")["w"].isinf().all()
 
 
-def test_page_and_plot(run, folder, tmp_path):
+def test_html_and_plot_options(run, folder, tmp_path):
     pytest.importorskip("matplotlib")
     run(
         "inspect",
@@ -129,7 +129,7 @@ def test_page_and_plot(run, folder, tmp_path):
         (["--to", "bf16", "--out", "no/x.safetensors"], "its folder 'no' is not there, or read-only; name a file"),
     ],
 )
-def test_mistakes(run, folder, tmp_path, monkeypatch, arguments, message):
+def test_bad_arguments_exit_2_and_write_nothing(run, folder, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     code, out, err = run("inspect", str(folder), *arguments)
     assert (code, out) == (2, "")
@@ -137,13 +137,13 @@ def test_mistakes(run, folder, tmp_path, monkeypatch, arguments, message):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
-def test_no_such_checkpoint(run, tmp_path):
+def test_missing_checkpoint_exits_2(run, tmp_path):
     code, _, err = run("inspect", str(tmp_path / "no"))
     assert code == 2
     assert err.count("no' cannot be opened: No such file or directory; expected a checkpoint's file") == 1
 
 
-def test_a_hostile_path_is_written_out_in_errors(run, tmp_path):
+def test_control_characters_in_paths_are_escaped_in_errors(run, tmp_path):
     path = tmp_path / "evil\x1b[31m\u202e.safetensors"
     path.touch()
     code, _, err = run("inspect", str(path))
@@ -152,7 +152,7 @@ def test_a_hostile_path_is_written_out_in_errors(run, tmp_path):
     assert "\x1b" not in err
 
 
-def test_a_folder_or_file_of_no_known_kind_says_what_is_there(run, tmp_path):
+def test_unknown_folder_or_file_says_what_was_found(run, tmp_path):
     _, _, err = run("inspect", str(tmp_path))
     assert "is a folder, and not one of a known kind" in err
     assert "nothing in it is a checkpoint" in err
@@ -167,7 +167,7 @@ def test_a_folder_or_file_of_no_known_kind_says_what_is_there(run, tmp_path):
     assert f"name one of what it holds: {str(tmp_path / 'w.pt')!r}" in run("inspect", str(tmp_path))[2]
 
 
-def test_numbers_and_names_stay_whole_in_sixty_columns(run, folder):
+def test_shapes_and_names_are_not_cut_in_60_columns(run, folder):
     _, out, _ = run("inspect", str(folder), "--tensors", columns=60)
     shape, _, last = next(line for line in out.splitlines() if line.startswith("96x64")).partition("fp16")
     assert shape.strip() == "96x64"
@@ -175,13 +175,13 @@ def test_numbers_and_names_stay_whole_in_sixty_columns(run, folder):
     assert last.rstrip().endswith("  model.layers.0.mlp.up_proj.weight")
 
 
-def test_a_quick_look_has_no_columns_of_what_it_does_not_count(run, folder):
+def test_quick_option_omits_uncounted_columns(run, folder):
     _, out, _ = run("inspect", str(folder), "--quick", "--tensors")
     assert "exact" not in out.partition("\n\n")[2]
     assert re.search(r"^96x64 +fp16 +bf16 +model\.layers\.0", out, re.MULTILINE)
 
 
-def test_interrupted(run, folder, tmp_path, monkeypatch):
+def test_interrupted_write_leaves_no_file(run, folder, tmp_path, monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
@@ -191,7 +191,7 @@ def test_interrupted(run, folder, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
-def test_a_plot_of_nothing(run, tmp_path):
+def test_plot_without_float_tensors_exits_2(run, tmp_path):
     pytest.importorskip("matplotlib")
     save_file({"positions": torch.arange(4)}, tmp_path / "in.safetensors")
     code, _, err = run("inspect", str(tmp_path / "in.safetensors"), "--plot", str(tmp_path / "r.png"))
@@ -199,13 +199,13 @@ def test_a_plot_of_nothing(run, tmp_path):
     assert "nothing to draw" in err
 
 
-def test_the_knowledge_base_points_here(run):
+def test_kb_show_suggests_inspect(run):
     code, out, _ = run("kb", "show", "nobody/knows-this")
     assert code == 1
     assert "next: halfstep inspect nobody/knows-this" in out
 
 
-def test_a_broken_config_beside_a_file_does_not_stop_it(run, folder):
+def test_broken_config_beside_a_file_is_ignored_with_a_warning(run, folder):
     (folder / "config.json").write_text("{")
     code, out, err = run("inspect", str(folder / "model.safetensors"))
     assert code == 0

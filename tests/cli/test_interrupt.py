@@ -1,4 +1,4 @@
-"""Ctrl-C while the command line is still being imported: exit code 130, and no traceback."""
+"""Ctrl-C while the command line is still being imported exits with 130 and no traceback."""
 
 import subprocess
 import sys
@@ -25,16 +25,16 @@ STARTS = {
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 @pytest.mark.parametrize("module", ["halfstep.cli.app", "typer", "halfstep.cli.terminal"])
-def test_an_interrupted_import_ends_quietly(start, module):
+def test_interrupted_import_exits_130_silently(start, module):
     done = subprocess.run([sys.executable, "-c", STOPPED.format(module) + start], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_an_interrupt_before_a_command_runs_ends_quietly():
+def test_interrupt_before_a_command_exits_130_silently():
     stop = "import halfstep.cli.app as app\ndef stopped(): raise KeyboardInterrupt\napp.app = stopped\napp.main()"
     done = subprocess.run([sys.executable, "-c", stop], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "")
 
 
-def test_the_installed_command_starts_there(pytestconfig):
+def test_installed_command_starts_in_main(pytestconfig):
     assert 'halfstep = "halfstep.__main__:main"' in (pytestconfig.rootpath / "pyproject.toml").read_text()

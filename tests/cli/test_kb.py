@@ -1,4 +1,4 @@
-"""`halfstep kb` as a user types it: what it prints, its exit codes, and what it imports."""
+"""`halfstep kb`: output, exit codes, and imports."""
 
 import csv
 import io
@@ -21,13 +21,13 @@ ADD += ["--evidence", "config", "--says", "The config says bf16."]
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path, monkeypatch):
-    """A home of one's own, so that no entry of whoever runs the tests counts."""
+    """An empty home folder, so that the user's own entries do not count."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
 @pytest.fixture
 def kb(monkeypatch, capsys):
-    """Run `halfstep kb ...` as the console script does; returns exit code, output, errors."""
+    """A function that runs `halfstep kb ...` as the console script does and returns exit code, output and errors."""
 
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["halfstep", "kb", *map(str, words)])
@@ -61,7 +61,7 @@ def kb(monkeypatch, capsys):
         ("google/pegasus-xsum", "fp16", 1, "the entries conflict"),
     ],
 )
-def test_check(kb, model, use, code, says):
+def test_check_verdicts_and_exit_codes(kb, model, use, code, says):
     found, out, err = kb("check", model, "--use", use)
     assert (found, err) == (code, "")
     assert says in out
@@ -84,7 +84,7 @@ def test_check_as_json_has_the_same_exit_code(kb, use, code):
     assert (data["failures"] == []) == (code == 0)
 
 
-def test_check_of_a_local_folder(kb, tmp_path):
+def test_check_of_local_folder(kb, tmp_path):
     (tmp_path / "README.md").write_text("---\nbase_model: google/flan-t5-xl\n---\n")
     (tmp_path / "config.json").write_text('{"torch_dtype": "float16"}')
     code, out, _ = kb("check", tmp_path, "--use", "fp16")
@@ -93,13 +93,13 @@ def test_check_of_a_local_folder(kb, tmp_path):
     assert "stored as float16" in out
 
 
-def test_an_unknown_use_is_an_error_with_the_known_ones(kb):
+def test_unknown_use_suggests_the_nearest(kb):
     code, out, err = kb("check", "google/flan-t5-xxl", "--use", "bf61")
     assert (code, out) == (2, "")
     assert "unknown type to run a model in 'bf61'; nearest: bf16" in err
 
 
-def test_what_is_unknown_can_be_measured_by_commands_that_there_are(kb):
+def test_unknown_model_suggests_existing_commands(kb):
     _, out, _ = kb("show", "nowhere/unheard-of")
     assert [step for step in re.findall(r"^next: halfstep (\w+)", out, re.MULTILINE) if step in COMMANDS] == [
         "inspect",
@@ -111,7 +111,7 @@ def test_what_is_unknown_can_be_measured_by_commands_that_there_are(kb):
 @pytest.mark.parametrize(
     "words", [[], ["check"], ["check", "a"], ["check", "a", "--use"], ["export"], ["export", "--format", "pdf"]]
 )
-def test_wrong_arguments_are_refused_with_exit_code_2(words):
+def test_wrong_arguments_exit_2(words):
     found = CliRunner().invoke(app, ["kb", *words])
     assert found.exit_code == 2
     assert "Traceback" not in found.output
@@ -163,13 +163,13 @@ def test_list_filters(kb):
         (["--precision", "tf32"], 1, "no entry has --precision tf32"),
     ],
 )
-def test_a_list_that_is_empty_says_so(kb, words, code, message):
+def test_empty_list_gives_a_message(kb, words, code, message):
     found, out, err = kb("list", *words)
     assert (found, out) == (code, "")
     assert message in " ".join(err.split())
 
 
-def test_an_empty_list_is_json_too(kb):
+def test_empty_list_as_json(kb):
     code, out, _ = kb("list", "--since", "2030", "--json")
     assert (code, json.loads(out)) == (1, [])
 
@@ -196,14 +196,14 @@ def test_validate(kb, tmp_path):
     assert "holds no .toml file" in err
 
 
-def test_add_refuses_an_entry_without_a_reference(kb, tmp_path):
+def test_add_without_a_reference_exits_2(kb, tmp_path):
     code, _, err = kb(*ADD, "--folder", tmp_path / "own")
     assert code == 2
     assert "an entry needs --reference. Every entry cites what it rests on" in err
     assert not (tmp_path / "own").exists()
 
 
-def test_add_writes_an_entry_that_answers_from_then_on(kb, tmp_path):
+def test_added_entry_is_found_by_later_commands(kb, tmp_path):
     code, out, _ = kb(*ADD, "--reference", REFERENCE)
     assert code == 0
     assert "src/halfstep/kb/data" in out
@@ -234,13 +234,13 @@ def test_add_with_parts_into_a_folder(kb, tmp_path):
         (["--reference", REFERENCE, "--model-id", "google/flan-t5-xxl"], "One entry per model"),
     ],
 )
-def test_add_says_what_is_wrong(kb, tmp_path, words, message):
+def test_add_with_bad_arguments_exits_2(kb, tmp_path, words, message):
     code, _, err = kb(*ADD, *words, "--folder", tmp_path / "own")
     assert code == 2
     assert message in err
 
 
-def test_add_asks_in_a_terminal(kb, monkeypatch):
+def test_add_prompts_in_a_terminal(kb, monkeypatch):
     answers = iter(["toys/toy-1b", "Toy", 2024, "bf16_mixed", "config", "The config says bf16.", REFERENCE])
     monkeypatch.setattr("halfstep.cli.kb.typer.prompt", lambda question, type: next(answers))
     monkeypatch.setattr(sys, "stdin", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
@@ -248,7 +248,7 @@ def test_add_asks_in_a_terminal(kb, monkeypatch):
     assert kb("show", "toys/toy-1b")[0] == 0
 
 
-def test_a_hostile_entry_cannot_steer_the_terminal(kb, tmp_path):
+def test_control_characters_in_entries_are_escaped(kb, tmp_path):
     kb(*ADD, "--reference", REFERENCE, "--folder", tmp_path / "own")
     file = tmp_path / "own/toy.toml"
     text = file.read_text()
@@ -284,8 +284,8 @@ def test_export_to_standard_output_and_to_a_file(kb, tmp_path):
 ANSWERS = ["check google/flan-t5-xxl --use fp16", "show t5", "search flan", "list", "model-card t5"]
 
 
-def test_an_answer_imports_neither_torch_nor_numpy():
-    """One process gives all of them, and says after each what it has imported."""
+def test_commands_import_neither_torch_nor_numpy():
+    """One process answers all commands and prints the imported modules after each."""
     script = (
         "import sys\n"
         "from halfstep.cli.app import main\n"
@@ -304,7 +304,7 @@ def test_an_answer_imports_neither_torch_nor_numpy():
     assert all(part.strip() for part in parts[:-1])
 
 
-def test_the_python_names_import_neither_torch_nor_numpy():
+def test_python_functions_import_neither_torch_nor_numpy():
     script = (
         "import sys, halfstep\n"
         "assert halfstep.kb.check('google/flan-t5-xxl', use='bf16', overlay=None)\n"
@@ -314,8 +314,8 @@ def test_the_python_names_import_neither_torch_nor_numpy():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-@pytest.mark.slow  # cli/test_without_extras.py holds it of every command
-def test_the_page_without_jinja2_says_what_to_install():
+@pytest.mark.slow  # cli/test_without_extras.py tests this for every command
+def test_site_without_jinja2_names_the_extra():
     script = (
         "import sys; sys.modules['jinja2'] = None\n"
         "sys.argv = ['halfstep', 'site', 'page.html']\n"

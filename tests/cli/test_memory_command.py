@@ -1,4 +1,4 @@
-"""`halfstep memory` at the command line: tables, JSON, what fits, and what it refuses."""
+"""`halfstep memory`: tables, JSON, largest batches, and bad arguments."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def text(): return "a model"
 
 @pytest.fixture
 def memory(run, tmp_path, monkeypatch):
-    """Runs `halfstep memory MODEL ...` in a folder of its own; for a function, one of `own.py`."""
+    """A function that runs `halfstep memory MODEL ...` in a temporary folder; MODEL may be a function of `own.py`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(SCRIPT)
     return lambda model, *words: run("memory", f"own.py:{model}" if model in SCRIPT else model, *words)
@@ -40,12 +40,12 @@ def as_data(result):
 
 
 def cells(out):
-    """The numbers of each row of a table, by its title."""
+    """The number of each row of a table, by its title."""
     rows = [line.rsplit("  ", 1) for line in out.splitlines() if "  " in line]
     return {title.strip(): number.strip() for title, number in rows}
 
 
-def test_a_table_of_roles(memory):
+def test_table_of_roles(memory):
     code, out, _ = memory("gpt", "--batch", "3", "--seq", "33", "--recipe", "bf16-master")
     assert code == 0
     assert out.startswith("own.py:gpt: 110,848 parameters; a batch of 3 x 33 tokens; adamw\n")
@@ -53,12 +53,12 @@ def test_a_table_of_roles(memory):
     assert found["weights"] == found["gradients"] == f"{2 * 110848 / 2**20:.2f}"
     assert found["optimizer states"] == f"{(8 * 110848 + 4 * 28) / 2**20:.2f}"
     assert found["persistent bytes a parameter"] == "16"
-    assert "compute copies of weights" not in found  # a row of zeros is left out
+    assert "compute copies of weights" not in found  # rows of zeros are left out
     assert float(found["peak, in MB"]) == pytest.approx(1.048576 * float(found["peak"]), abs=0.02)
 
 
 @pytest.mark.slow
-def test_recipes_stand_side_by_side_and_in_json(memory):
+def test_several_recipes_in_table_and_json(memory):
     options = ("--recipe", "fp32", "--recipe", "bf16-pure", "--batch", "2", "--seq", "16")
     _, out, _ = memory("gpt", *options)
     assert out.splitlines()[1].split() == ["MiB", "fp32", "bf16-pure"]
@@ -70,7 +70,7 @@ def test_recipes_stand_side_by_side_and_in_json(memory):
 
 
 @pytest.mark.slow
-def test_devices_share(memory):
+def test_zero_stages_shard_over_devices(memory):
     one, eight = (
         as_data(memory("gpt", "--recipe", "bf16-master", "--seq", "16", *more, "--json"))["recipes"][0]["bytes"]
         for more in ((), ("--dp", "8", "--zero", "2"))
@@ -84,7 +84,7 @@ def test_devices_share(memory):
 
 
 @pytest.mark.slow
-def test_the_largest_batch_fits_and_the_next_does_not(memory):
+def test_largest_batch_fits_and_the_next_does_not(memory):
     row = as_data(memory("gpt", "--seq", "16", "--device-memory", "8MB", "--json"))["recipes"][0]
     found = row["largest_batch"]
     peaks = [
@@ -95,7 +95,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(memory):
     assert row["its_peak"] == peaks[0]
 
 
-def test_what_does_not_fit_exits_with_1(memory):
+def test_model_that_does_not_fit_exits_1(memory):
     code, out, _ = memory("gpt", "--seq", "16", "--device-memory", "1MB")
     assert code == 1
     assert cells(out)["largest batch in 1MB"] == "none"
@@ -103,27 +103,27 @@ def test_what_does_not_fit_exits_with_1(memory):
 
 @pytest.mark.parametrize("slope", [0, 1, 7, 1000])
 @pytest.mark.parametrize("start", [1, 5, 64])
-def test_largest_counts_few_batches(slope, start):
+def test_largest_evaluates_few_batches(slope, start):
     asked = []
 
     def peak(batch):
         asked.append(batch)
-        return 100 + slope * batch + batch // 3  # what is rounded up makes no straight line
+        return 100 + slope * batch + batch // 3  # rounding makes it not quite linear
 
     found, its = largest(peak, 5000, (start, 100 + slope * start + start // 3))
     assert its <= 5000 < 100 + slope * (found + 1) + (found + 1) // 3 or found == 0
     assert len(asked) < 25
 
 
-def test_inputs_that_come_with_a_model(memory):
+def test_inputs_returned_with_the_model(memory):
     small, large = (
         as_data(memory("given", "--batch", batch, "--json"))["recipes"][0]["bytes"]["activations"]
         for batch in ("2", "4")
     )
-    assert large - 4 == 2 * (small - 4)  # but for the loss
+    assert large - 4 == 2 * (small - 4)  # except the loss
 
 
-def test_a_safetensors_file_tells_all_but_activations(memory, tmp_path):
+def test_safetensors_file_gives_all_but_activations(memory, tmp_path):
     save_file(
         {"a": torch.zeros(64, 32, dtype=torch.bfloat16), "b": torch.zeros(7), "n": torch.arange(3)}, "w.safetensors"
     )
@@ -138,12 +138,12 @@ def test_a_safetensors_file_tells_all_but_activations(memory, tmp_path):
     assert "a checkpoint has no forward pass" in err
 
 
-def test_a_safetensors_file_under_recipes_that_round_layers(memory):
-    """What is kept does not depend on products; where it depends on which matrices are layers', that is an error."""
+def test_safetensors_file_under_recipes_with_rules(memory):
+    """Stored bytes do not depend on matmuls; recipes for which they depend on which matrices are linear raise."""
     save_file({"a": torch.zeros(64, 128)}, "w.safetensors")
     kept = as_data(memory("w.safetensors", "--recipe", "coat", "--json"))["recipes"][0]["bytes"]
     assert kept["weights"] == kept["gradients"] == 4 * 64 * 128
-    assert kept["states"] + kept["scales"] == 2.1875 * 64 * 128 + 4  # and the step's count
+    assert kept["states"] + kept["scales"] == 2.1875 * 64 * 128 + 4  # plus the step count
     for recipe in ("fp8lm-o2", "galore"):
         code, _, err = memory("w.safetensors", "--recipe", recipe)
         assert code == 2
@@ -170,8 +170,8 @@ def config(tmp_path):
     ({"num_hidden_layers": 1000, "num_local_experts": 1000}, "1,000 layers of 1,000 experts; expected at most 200,000"),
     ({"model_type": None}, ""),
 ])  # fmt: skip
-def test_a_config_of_more_parts_than_can_be_built_is_refused_at_once(more, said, tmp_path):
-    """Before the config is made: lists of as many entries as there are layers or labels would fill the memory."""
+def test_config_with_too_many_layers_or_labels_raises(more, said, tmp_path):
+    """The check precedes building the config, whose lists of layers or labels would fill the memory."""
     (tmp_path / "other.json").write_text(json.dumps({"model_type": "llama"} | more))
     if said:
         with pytest.raises(ModelError, match=re.escape(said)):
@@ -186,14 +186,14 @@ def test_a_config_of_more_parts_than_can_be_built_is_refused_at_once(more, said,
 @for_each("text, said", [
     ("{", "is not JSON"), ("[1]", "is a JSON list; expected an object"), ("{}", "is JSON without a model_type"),
 ])  # fmt: skip
-def test_json_that_is_no_config_is_named_as_such(memory, text, said, tmp_path):
+def test_json_that_is_no_config_exits_2(memory, text, said, tmp_path):
     (tmp_path / "other.json").write_text(text)
     code, _, err = memory(str(tmp_path / "other.json"))
     assert code == 2
     assert said in " ".join(err.split())
 
 
-def test_a_config_is_enough(memory, config):
+def test_config_without_weights_is_enough(memory, config):
     whole = as_data(memory(str(config), "--json"))
     assert whole == {**as_data(memory(str(config / "config.json"), "--json")), "model": str(config)}
     assert whole["recipes"][0]["bytes"]["weights"] == 4 * whole["recipes"][0]["parameters"]
@@ -205,10 +205,12 @@ def test_a_config_is_enough(memory, config):
     assert "has positions for 48 tokens" in err
 
 
-def test_inference_keeps_keys_and_values(memory, config):
+def test_inference_counts_the_kv_cache(memory, config):
     data = as_data(memory(str(config), "--inference", "--batch", "3", "--seq", "40", "--recipe", "bf16-pure", "--json"))
     found = data["recipes"][0]["bytes"]
-    assert found["kv_cache"] == 2 * 2 * 2 * 16 * 3 * 40 * 2  # both, layers, heads, their size, examples, tokens, bytes
+    assert (
+        found["kv_cache"] == 2 * 2 * 2 * 16 * 3 * 40 * 2
+    )  # k and v, layers, heads, head size, examples, tokens, bytes
     assert found["persistent"] == found["weights"] + found["buffers"] + found["kv_cache"]
     code, _, err = memory(str(config), "--inference", "--dp", "2")
     assert code == 2
@@ -216,7 +218,7 @@ def test_inference_keeps_keys_and_values(memory, config):
 
 
 @pytest.mark.slow
-def test_a_plot(memory):
+def test_plot_option(memory):
     pytest.importorskip("matplotlib")
     assert memory("gpt", "--seq", "16", "--plot", "memory.png", "--device-memory", "8MB")[0] == 0
     with open("memory.png", "rb") as file:
@@ -242,13 +244,13 @@ def test_a_plot(memory):
         (("own.py:gpt", "--device-memory", "80"), "1 GB is 10^9 bytes, 1 GiB 2^30"),
     ],
 )
-def test_mistakes_are_named(memory, words, message):
+def test_bad_arguments_exit_2(memory, words, message):
     code, _, err = memory(*words)
     assert code == 2
     assert message in " ".join(err.split())
 
 
-def test_a_config_without_transformers_names_the_extra(memory, monkeypatch):
+def test_config_without_transformers_names_the_extra(memory, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -258,11 +260,11 @@ def test_a_config_without_transformers_names_the_extra(memory, monkeypatch):
 
 
 @pytest.mark.parametrize(("text", "size"), [("80GB", 80 * 10**9), ("74.5 GiB", int(74.5 * 2**30)), ("1TB", 10**12)])
-def test_sizes_with_units(text, size):
+def test_sizes_with_units_are_parsed(text, size):
     assert bytes_from(text) == size
 
 
 @pytest.mark.parametrize("text", ["80", "80G", "GB", "0GB", "-1GB", "80gb"])
-def test_sizes_without_are_refused(text):
+def test_sizes_without_units_raise(text):
     with pytest.raises(AccountError, match="1 GiB 2"):
         bytes_from(text)

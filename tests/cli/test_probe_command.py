@@ -1,4 +1,4 @@
-"""`halfstep probe` at the command line: verdicts, exit codes, what it writes, and what it refuses."""
+"""`halfstep probe`: verdicts, exit codes, written recipes, and bad arguments."""
 
 import json
 
@@ -48,13 +48,13 @@ def stopped(): raise KeyboardInterrupt
 
 @pytest.fixture
 def probe(run, tmp_path, monkeypatch):
-    """Runs `halfstep probe own.py:FUNCTION ...` in a folder of its own."""
+    """A function that runs `halfstep probe own.py:FUNCTION ...` in a temporary folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(SCRIPT)
     return lambda function, *words: run("probe", f"own.py:{function}", "--batches", "2", "--context", "16", *words)
 
 
-def test_a_safe_model_and_what_the_verdict_rests_on(probe):
+def test_safe_model_and_the_conditions_of_the_verdict(probe):
     code, out, err = probe("small")
     assert code == 0
     assert out.startswith("safe: Tall in fp16, forward and backward\n")
@@ -66,7 +66,7 @@ def test_a_safe_model_and_what_the_verdict_rests_on(probe):
     assert err == ""
 
 
-def test_an_unsafe_model_and_the_recipe_that_is_written(probe):
+def test_unsafe_model_and_the_written_recipe(probe):
     code, out, err = probe("tall", "--write-recipe", "kept.toml")
     assert code == 1
     assert out.startswith("UNSAFE: Tall in fp16")
@@ -97,11 +97,11 @@ def test_json_holds_every_range(probe):
 
 
 @pytest.mark.slow
-def test_a_format_that_has_the_range(probe):
+def test_bf16_has_the_range_for_an_fp16_overflow(probe):
     assert probe("tall", "--to", "bf16")[0] == 0
 
 
-def test_the_inputs_that_came_with_the_model_and_those_of_a_file(probe, tmp_path):
+def test_inputs_of_the_model_or_of_a_file(probe, tmp_path):
     code, out, _ = probe("given")
     assert code == 0
     assert "the inputs that came with the model; 1 batch, 3 examples, 12 tokens" in out
@@ -126,7 +126,7 @@ def test_the_inputs_that_came_with_the_model_and_those_of_a_file(probe, tmp_path
         (["nothing"], "unknown function 'nothing'"),
     ],
 )
-def test_a_question_it_cannot_answer(probe, tmp_path, words, message):
+def test_bad_arguments_exit_2(probe, tmp_path, words, message):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("short " * 9)
     code, out, err = probe(*words)
@@ -135,18 +135,18 @@ def test_a_question_it_cannot_answer(probe, tmp_path, words, message):
     assert out == ""
 
 
-def test_nothing_is_written_where_no_recipe_passed(probe, tmp_path):
+def test_no_recipe_is_written_if_none_passed(probe, tmp_path):
     code, _, err = probe("tall", "--to", "fp32", "--loss-scale", "1e38", "--write-recipe", "kept.toml")
     assert code == 1
     assert "kept.toml was not written: no recipe passed" in err
     assert not (tmp_path / "kept.toml").exists()
 
 
-def test_an_interrupt_ends_it_with_one_line(probe):
+def test_interrupt_exits_130_with_one_line(probe):
     assert probe("stopped") == (130, "", "stopped; nothing was changed\n")
 
 
-def test_a_terminal_escape_in_a_modules_name_stays_text(probe):
+def test_control_characters_in_module_names_are_escaped(probe):
     code, out, _ = probe("hostile")
     assert code == 0
     assert "\x1b[31m" not in out

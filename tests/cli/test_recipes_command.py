@@ -1,4 +1,4 @@
-"""`halfstep recipes`, and what every command does alike: JSON for machines, exit code 2 for mistakes."""
+"""`halfstep recipes`, and behaviour common to all commands: JSON output, exit code 2 for bad arguments."""
 
 import json
 from pathlib import Path
@@ -28,14 +28,14 @@ def test_recipes_lists_every_recipe(run):
     ("model", "recipe"),
     [("gpt2", "fp8-delayed"), *(pytest.param(*each, marks=pytest.mark.slow) for each in PLANNED)],
 )
-def test_the_page_shows_the_plans_that_are_printed(run, carry, model, recipe):
-    carry()  # a CPU with 16-bit units
+def test_documentation_shows_the_printed_plans(run, carry, model, recipe):
+    carry()  # as on a CPU with native 16-bit matmuls
     code, out, _ = run("recipes", "plan", model, "--recipe", recipe)
     assert code == 0
     assert f"$ halfstep recipes plan {model} --recipe {recipe}\n{out}```" in PAGE.read_text()
 
 
-def test_a_plan_as_json_and_of_what_has_no_layers(run, tmp_path):
+def test_plan_as_json_and_of_a_file_without_layers(run, tmp_path):
     code, out, _ = run("recipes", "plan", "tiny:mlp", "--recipe", "nvfp4", "--json")
     data = json.loads(out)
     assert code == 0
@@ -53,8 +53,8 @@ def test_recipes_as_json(run):
 
 
 @pytest.mark.quick("fp32", "fp8-smooth-swiglu", "fp4-wang")
-@pytest.mark.parametrize("name", mostly_slow(ALL))  # tests/recipe describes every one
-def test_one_recipe_whole(run, name):
+@pytest.mark.parametrize("name", mostly_slow(ALL))  # tests/recipe covers all
+def test_shown_recipe_equals_its_description(run, name):
     code, out, err = run("recipes", "show", name)
     assert (code, err) == (0, "")
     assert out == get_recipe(name).describe() + "\n"
@@ -68,7 +68,7 @@ def test_one_recipe_whole(run, name):
     assert data["bytes_per_parameter"]["total"] == recipe.bytes_per_parameter().total
 
 
-def test_a_recipe_of_ones_own(run, tmp_path):
+def test_recipe_of_a_toml_file(run, tmp_path):
     file = tmp_path / "my.toml"
     file.write_text('name = "mine"\nbase = "mxfp8"\n')
     code, out, _ = run("recipes", "show", str(file))
@@ -92,7 +92,7 @@ def test_a_recipe_of_ones_own(run, tmp_path):
         (["formats", "--yaml"], "No such option"),
     ],
 )
-def test_mistakes_are_a_message_on_standard_error_and_exit_code_2(run, arguments, words):
+def test_bad_arguments_exit_2_with_a_message_on_stderr(run, arguments, words):
     code, out, err = run(*arguments)
     assert code == 2
     assert out == ""

@@ -1,4 +1,4 @@
-"""`halfstep scales` at the command line: every way to name a model, what it prints and draws, what it refuses."""
+"""`halfstep scales`: every way to give a model, output, plots, and bad arguments."""
 
 import json
 
@@ -36,7 +36,7 @@ def scales(run, tmp_path, monkeypatch):
 
 @pytest.fixture
 def config(tmp_path):
-    """A folder that holds the config of a small BERT, without weights."""
+    """Writes the config of a small BERT, without weights, to the folder `bert`; returns it."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     made = BertConfig(vocab_size=50, max_position_embeddings=16, architectures=["BertForMaskedLM"], **sizes)
     made.save_pretrained(tmp_path / "bert")
@@ -48,7 +48,7 @@ def tensors(out, place=0):
     return {(t["kind"], t["module"], t["tensor"]): t for t in found}
 
 
-def test_a_config_is_built_with_random_weights(scales, config, tmp_path):
+def test_config_is_built_with_random_weights(scales, config, tmp_path):
     code, out, _ = scales("bert/config.json", "--batch", "3", "--context", "99", "--json")
     assert code == 0
     found = tensors(out)
@@ -64,7 +64,7 @@ def test_a_config_is_built_with_random_weights(scales, config, tmp_path):
     assert scales("bert/config.json", "--batch", "3", "--context", "99", "--json")[1] == out
 
 
-def test_the_tables_say_what_was_measured_and_after_which_steps(scales):
+def test_tables_state_inputs_and_steps(scales):
     code, out, _ = scales("own.py:tokens", "--steps", "4", "--lr", "0.1", "--context", "5", "--batches", "2")
     assert code == 0
     assert out.startswith("Small, 328 parameters; 2 batches of random tokens, 4 x 5; loss: the outputs times fixed")
@@ -76,7 +76,7 @@ def test_the_tables_say_what_was_measured_and_after_which_steps(scales):
     assert [line[0] for line in lines if line[:2] == ["activation", "gradient"]] == ["activation"] * 2
 
 
-def test_inputs_that_came_with_the_model_and_tensors_of_ones_own(scales, tmp_path):
+def test_inputs_of_the_model_or_of_a_file(scales, tmp_path):
     code, out, _ = scales("own.py:numbers")
     assert (code, "the inputs that came with the model" in out) == (0, True)
     save_file({"x": torch.ones(7, 4)}, tmp_path / "x.safetensors")
@@ -89,7 +89,7 @@ def test_inputs_that_came_with_the_model_and_tensors_of_ones_own(scales, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_labs_models_are_measured_on_their_tasks(scales, tmp_path):
+def test_lab_models_are_measured_on_their_tasks(scales, tmp_path):
     (tmp_path / "text.txt").write_text("some text\n" * 500)
     code, out, _ = scales("bert-tiny", "--task", "mlm", "--context", "16", "--json", "--plot", "scales.svg")
     assert code == 0
@@ -101,7 +101,7 @@ def test_the_labs_models_are_measured_on_their_tasks(scales, tmp_path):
 
 
 @pytest.mark.slow
-def test_unit_scaled_models_stand_beside_plain_ones(scales, config, tmp_path):
+def test_unit_scaled_models_are_measured_with_plain_ones(scales, config, tmp_path):
     code, out, _ = scales("bert", "--batch", "8", "--context", "16", "--unit", "--steps", "1", "--json")
     assert code == 0
     found = json.loads(out)["scales"]
@@ -144,7 +144,7 @@ def test_unit_scaled_models_stand_beside_plain_ones(scales, config, tmp_path):
         (["weights.safetensors"], "is a checkpoint, which has no forward pass; give its config.json"),
     ],
 )
-def test_bad_input_is_one_message_and_exit_code_2(scales, tmp_path, words, message):
+def test_bad_input_exits_2_with_one_message(scales, tmp_path, words, message):
     save_file({"x": torch.ones(2, 2)}, tmp_path / "weights.safetensors")
     code, _, error = scales(*words)
     assert code == 2

@@ -1,4 +1,4 @@
-"""`halfstep sweep` and `halfstep law`, as a user runs them."""
+"""`halfstep sweep` and `halfstep law`, run through the command line."""
 
 import json
 
@@ -32,7 +32,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_sweep_from_its_grid_to_its_report(place, run):
+def test_sweep_runs_resumes_and_reports(place, run):
     code, said, errors = run("sweep", "--recipes", "fp32,bf16-mixed", *SMALL, *GRID, "--out", "swept")
     assert code == 0, errors
     assert "lr-0.01__warmup-1, bf16-mixed, seed 1: finished at step 4. 8 of 8; 0 min 00 s left" in errors
@@ -72,20 +72,20 @@ def test_a_sweep_from_its_grid_to_its_report(place, run):
         (["--grid", "model=sweep_models:model,sweep_models:none"], "at model-sweep_models_none: "),
     ],
 )
-def test_what_cannot_be_swept_is_said(place, run, given, said):
+def test_bad_sweep_arguments_exit_2(place, run, given, said):
     code, _, errors = run("sweep", "--recipes", "fp32", *SMALL[:6], "--data", "text.txt", *given)
     assert code == 2
     assert said in " ".join(errors.split())
 
 
-def test_status_of_something_else_is_said(place, run):
+def test_status_of_a_folder_without_a_sweep_exits_2(place, run):
     code, _, errors = run("sweep", "status", ".")
     assert code == 2
     assert "expected the folder of a sweep, with sweep.json; found none" in " ".join(errors.split())
 
 
 @pytest.mark.slow
-def test_a_law_from_a_sweep(place, run):
+def test_law_is_fitted_to_a_sweep(place, run):
     grid = ["--grid", "model=sweep_models:model,sweep_models:wider,sweep_models:widest", "--grid", "steps=4,8,16"]
     recipes = "fp32,weights-int2,weights-int3,weights-int4"
     shared = ["--batch", "2", "--context", "16", "--data", "text.txt", "--lr", "0.03", "--seeds", "2", "--jobs", "1"]
@@ -95,19 +95,19 @@ def test_a_law_from_a_sweep(place, run):
     assert code == 0, errors
     damages = json.loads(said)
     assert len(damages) == 3 * 3 * 4 * 2
-    # A model trained in 2 bits is what it was when it is rounded to them: that is no damage of training whole.
+    # Rounding a model that was trained in 2 bits to 2 bits does no damage.
     code, said, errors = run("law", "fit", "sizes", "--resamples", "3", "--out", "law.json", "--json")
     assert code == 0, errors
     fitted = json.loads(said)
     assert fitted["loss"]["cells"] == 72
-    assert "damage" not in fitted  # of one width
+    assert "damage" not in fitted  # the models have one width
     assert "a fit needs at least 3 values of each" in fitted["damage_not_fitted"]
     code, said, errors = run("law", "predict", "--law", "law.json", "--parameters", "4000", "--tokens", "500", "--json")
     assert code == 0, errors
     assert json.loads(said)["loss"] < 6
 
 
-def test_predictions_are_the_laws(run):
+def test_predictions_equal_the_law(run):
     _, said, _ = run("law", "predict", "--parameters", "3e7", "--tokens", "2.6e10", "--post-bits", "4", "--json")
     found = json.loads(said)
     assert found["loss"] == pytest.approx(KUMAR.loss(3e7, 2.6e10, post=4))
@@ -138,7 +138,7 @@ def test_predictions_are_the_laws(run):
         (["fit", "."], "expected the folder of a sweep"),
     ],
 )
-def test_what_a_law_cannot_say_is_said(place, run, given, said):
+def test_bad_law_arguments_exit_2(place, run, given, said):
     code, _, errors = run("law", *given)
     assert code == 2
     assert said in " ".join(errors.split())

@@ -1,4 +1,4 @@
-"""Without its extras every command works, or says which extra it wants; and the names of extras are pyproject's."""
+"""Without its extras every command works or names the extra it needs; named extras exist in pyproject.toml."""
 
 import ast
 import importlib.metadata
@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from every_command import COMMANDS, broken
+from every_command import COMMANDS, failure_of
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -28,7 +28,7 @@ FOR_USERS = [name for name in PROJECT["optional-dependencies"] if name not in ("
 
 @cache
 def distributions(extra):
-    """What an extra asks for, itself and by other extras."""
+    """The distributions that an extra requires, directly or through other extras."""
     found = set()
     for line in PROJECT["optional-dependencies"][extra]:
         wanted = Requirement(line)
@@ -38,7 +38,7 @@ def distributions(extra):
 
 
 def needed(names):
-    """Distributions that are installed, with all that they need."""
+    """The installed distributions of these names, with all that they require."""
     found, left = {}, [canonicalize_name(name) for name in names]
     while left:
         name = left.pop()
@@ -51,7 +51,7 @@ def needed(names):
 
 @cache
 def modules():
-    """The modules at the top of each distribution."""
+    """The top-level modules of each distribution."""
     found = {}
     for module, names in importlib.metadata.packages_distributions().items():
         for name in names:
@@ -62,33 +62,35 @@ def modules():
 PLAIN = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
 
 
-def own():
-    """The modules of what every install brings."""
+def plain_modules():
+    """The modules of halfstep's own dependencies."""
     return {module for name in PLAIN for module in modules()[name]}
 
 
-def brought():
-    """The modules that extras alone bring."""
-    return sorted({m for extra in FOR_USERS for name in distributions(extra) for m in modules().get(name, ())} - own())
+def extra_modules():
+    """The modules that only extras bring."""
+    return sorted(
+        {m for extra in FOR_USERS for name in distributions(extra) for m in modules().get(name, ())} - plain_modules()
+    )
 
 
 def skip_unless_installed(extras):
-    """Once what is installed has been looked at: skipped, with the extras of which it is not known what they bring."""
+    """Called at the end of a test: skips it, naming the extras that are not installed and so were not examined."""
     if missing := sorted({extra for extra in extras if not distributions(extra) <= {*modules()}}):
         pytest.skip(f"not installed, so not looked at: {', '.join(missing)}")
 
 
-def tried(folder, *options, hidden=(), **environment):
+def run_every_command(folder, *options, hidden=(), **environment):
     command = [sys.executable, *options, TESTS / "cli" / "every_command.py", folder, *hidden]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     assert done.stdout, done.stderr
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow  # the commands that want an extra have tests that say so
-def test_every_command_works_or_names_its_extra(tmp_path):
-    found = tried(tmp_path, hidden=["--quick", *brought()])
-    assert [line for line in map(broken, found["results"]) if line] == []
+@pytest.mark.slow  # commands that need an extra have tests of their own
+def test_commands_work_or_name_their_extra(tmp_path):
+    found = run_every_command(tmp_path, hidden=["--quick", *extra_modules()])
+    assert [line for line in map(failure_of, found["results"]) if line] == []
     silent = [row["words"] for row in found["results"] if row["extra"] and row["code"] != 2]
     assert silent == [], "which an extra is said to bring, and which works without"
     without = [words for words in found["commands"] if not any(row[: len(words)] == words for row, _, _ in COMMANDS)]
@@ -96,8 +98,8 @@ def test_every_command_works_or_names_its_extra(tmp_path):
 
 
 @pytest.mark.slow
-def test_where_nothing_but_the_dependencies_is_installed(tmp_path):
-    """An environment of their folders alone. torch itself brings jinja2, so that what needs no more works."""
+def test_commands_with_only_the_dependencies_installed(tmp_path):
+    """An environment with only the dependencies. torch brings jinja2, so commands that need no more than that work."""
     (tmp_path / "site").mkdir()
     (tmp_path / "work").mkdir()
     for found in needed(PLAIN).values():
@@ -106,17 +108,17 @@ def test_where_nothing_but_the_dependencies_is_installed(tmp_path):
             if not place.is_symlink():
                 place.symlink_to(found.locate_file(top))
     path = os.pathsep.join(map(str, (SOURCE.parent, tmp_path / "site")))
-    found = tried(tmp_path / "work", "-S", PYTHONPATH=path)
-    assert [line for line in map(broken, found["results"]) if line] == []
+    found = run_every_command(tmp_path / "work", "-S", PYTHONPATH=path)
+    assert [line for line in map(failure_of, found["results"]) if line] == []
 
 
-def test_a_command_that_breaks_is_found():
+def test_failure_of_a_command_is_found():
     row = {"words": ["kb"], "extra": "lab", "expected": 0, "err": "error: pip install 'halfstep[lab]'"}
-    assert broken({**row, "code": 0}) is None
-    assert broken({**row, "code": 2}) is None
-    assert "exit code 2" in broken({**row, "code": 2, "err": "error: no"})
-    assert "exit code 1" in broken({**row, "code": 1})
-    assert "exit code 2" in broken({**row, "code": 2, "extra": None})
+    assert failure_of({**row, "code": 0}) is None
+    assert failure_of({**row, "code": 2}) is None
+    assert "exit code 2" in failure_of({**row, "code": 2, "err": "error: no"})
+    assert "exit code 1" in failure_of({**row, "code": 1})
+    assert "exit code 2" in failure_of({**row, "code": 2, "extra": None})
 
 
 # ---- names of extras ------------------------------------------------------------------------------------------------
@@ -124,18 +126,18 @@ def test_a_command_that_breaks_is_found():
 
 @cache
 def parsed():
-    """The nodes of every file."""
+    """All AST nodes of every source file."""
     return {file: [*ast.walk(ast.parse(file.read_text()))] for file in SOURCE.rglob("*.py")}
 
 
 @cache
 def modules_of(extra):
-    """The modules that an extra brings, and what it needs."""
+    """The modules that an extra brings, with its dependencies."""
     return {module for name in needed(distributions(extra)) for module in modules().get(name, ())}
 
 
 def extras(block):
-    """The extras that bring what is imported within a block: `with MissingLibraryError.of(EXTRA)`."""
+    """The extras named by a block `with MissingLibraryError.of(EXTRA)`."""
     calls = [item.context_expr for item in block.items] if isinstance(block, ast.With) else []
     named = "MissingLibraryError.of"
     asked = [call for call in calls if isinstance(call, ast.Call) and ast.unparse(call.func) == named]
@@ -143,7 +145,7 @@ def extras(block):
 
 
 def imports(nodes):
-    """Modules that a file imports from outside, where nothing catches their absence."""
+    """(module, whether its absence is caught) for each import of a module outside halfstep."""
     caught = {
         id(node)
         for block in nodes
@@ -163,23 +165,23 @@ def imports(nodes):
         yield from ((name.partition(".")[0], id(node) in caught) for name in names)
 
 
-def test_what_is_imported_is_a_dependency_or_named_with_its_extra():
-    known = {*sys.stdlib_module_names, *own(), "halfstep", "llvmlite"}  # which is a part of numba, and has its version
+def test_imports_are_dependencies_or_name_their_extra():
+    known = {*sys.stdlib_module_names, *plain_modules(), "halfstep", "llvmlite"}  # llvmlite is part of numba
     for file, nodes in parsed().items():
         asked = {"triton"} if file.parent.match("kernels/gpu/jit") else set()  # `kernels.gpu.missing` says why not
         for module, caught in imports(nodes):
             assert caught or module in known | asked or module in _EXTRAS, f"{file}: {module}"
 
 
-def test_the_commands_extras_bring_what_they_are_named_for():
+def test_extras_of_commands_bring_their_modules():
     for module, extra in _EXTRAS.items():
         if distributions(extra) <= {*modules()}:
             assert any(module in modules()[name] for name in distributions(extra)), module
     skip_unless_installed(_EXTRAS.values())
 
 
-def test_integrations_name_the_extra_of_the_library_that_they_import():
-    """`with MissingLibraryError.of(EXTRA)` stands around the import of a library of that extra."""
+def test_integrations_name_the_extra_of_their_library():
+    """Imports inside `with MissingLibraryError.of(EXTRA)` are of that extra's libraries."""
     named = set()
     for file, nodes in parsed().items():
         for block in nodes:
@@ -193,7 +195,7 @@ def test_integrations_name_the_extra_of_the_library_that_they_import():
     skip_unless_installed(named)
 
 
-def test_every_extra_that_a_message_names_is_there():
+def test_extras_named_in_messages_exist():
     found = {name for file in SOURCE.rglob("*.py") for name in re.findall(r"halfstep\[([\w,]+)\]", file.read_text())}
     assert {"lab", "hf", "words"} <= found
     assert found <= {*PROJECT["optional-dependencies"]}

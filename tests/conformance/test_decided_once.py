@@ -1,4 +1,4 @@
-"""What a recipe means for a model is decided in `prepare`: passes, steps and updates ask nothing of it."""
+"""Planning happens in `prepare` only: training steps call none of the planning functions."""
 
 import importlib
 import types
@@ -14,12 +14,12 @@ PLANNING = (
 )  # fmt: skip
 
 
-def asked(*args, **kwargs):
+def planning_called(*args, **kwargs):
     raise AssertionError("a planning function was called after prepare")
 
 
 def functions():
-    """The functions and methods that the planning modules define, and that have no closure."""
+    """The functions and methods of the planning modules that have no closure."""
     for name in PLANNING:
         module = importlib.import_module(f"halfstep.{name}")
         kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
@@ -32,10 +32,10 @@ def functions():
 
 @pytest.mark.quick("fp32", "coat", "nvfp4", "fp8-delayed")
 @pytest.mark.parametrize("name", EVERY)
-def test_a_step_asks_no_planning_function(name, monkeypatch):
+def test_training_steps_call_no_planning_function(name, monkeypatch):
     run = prepared(name, model_for(name))
     for function in functions():
-        monkeypatch.setattr(function, "__code__", asked.__code__)
+        monkeypatch.setattr(function, "__code__", planning_called.__code__)
     losses = train(*run, steps=3)
     monkeypatch.undo()
     assert losses == train(*prepared(name, model_for(name)), steps=3)

@@ -1,4 +1,4 @@
-"""Every recipe computes the same bits whatever torch's default dtype is: Hugging Face loads models under another."""
+"""Every recipe gives the same bits under any default dtype of torch; Hugging Face loads models under others."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from tiny import EVERY, assert_same, batch, copied, model_for, prepared, train
 
 
 QUICK = {"fp4-wang", "fp4-zhou-dgrad-bf16", "mxfp4-rht", "nvfp4"}
-"""Those that once took another's buffers, and made other bits, for it; a recipe takes 0.3 s."""
+"""Recipes whose results once depended on the default dtype; each takes 0.3 s."""
 HERE, TORCH = Path(__file__).parent, str(Path(torch.__file__).parent)
 LIBRARY = Path(halfstep.__file__).parent
 MAKERS = {torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randn}
@@ -23,7 +23,7 @@ DTYPES = ["bfloat16", "float16", "float64"]
 
 
 def trained(name, dtype):
-    """All that two steps leave, of a model in float32, under that default."""
+    """Losses, states and outputs after two steps of a float32 model, under the given default dtype."""
     model, data = model_for(name), batch()
     torch.set_default_dtype(dtype)
     try:
@@ -38,12 +38,12 @@ def trained(name, dtype):
 @pytest.mark.quick(*(f"{name}-torch.bfloat16" for name in sorted(QUICK)))
 @pytest.mark.parametrize("dtype", [getattr(torch, name) for name in DTYPES], ids=str)
 @pytest.mark.parametrize("name", EVERY)
-def test_the_default_dtype_moves_no_bit(name, dtype):
+def test_results_do_not_depend_on_the_default_dtype(name, dtype):
     assert_same(trained(name, dtype), trained(name, torch.float32))
 
 
-class Plain(TorchFunctionMode):
-    """What tests, and layers and models of the library's own, make without a dtype is float32; other code's is not."""
+class Float32Factories(TorchFunctionMode):
+    """Factory calls without a dtype give float32, if tests or the library's lab or unit rooms make them."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func not in MAKERS or (kwargs or {}).get("dtype") or self.of_library(sys._getframe(1)):
@@ -62,8 +62,8 @@ class Plain(TorchFunctionMode):
         return file.is_relative_to(LIBRARY) and file.relative_to(LIBRARY).parts[0] not in ("lab", "unit")
 
 
-class Under:
-    """A plugin: tests, and what they start from, run under a default dtype."""
+class DefaultDtype:
+    """A pytest plugin that runs tests and fixtures under a default dtype."""
 
     def __init__(self, dtype):
         self.dtype = getattr(torch, dtype)
@@ -72,7 +72,7 @@ class Under:
     def pytest_pyfunc_call(self):
         torch.set_default_dtype(self.dtype)
         try:
-            with Plain():
+            with Float32Factories():
                 return (yield)
         finally:
             torch.set_default_dtype(torch.float32)
@@ -82,7 +82,7 @@ class Under:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_conforms_does_so_under_each_default(dtype):
+def test_conformance_tests_pass_under_each_default_dtype(dtype):
     ran = subprocess.run(
         [sys.executable, __file__, dtype],
         env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
@@ -94,4 +94,4 @@ def test_what_conforms_does_so_under_each_default(dtype):
 
 
 if __name__ == "__main__":
-    sys.exit(pytest.main([str(HERE), "-p", "no:cacheprovider", *sys.argv[2:]], plugins=[Under(sys.argv[1])]))
+    sys.exit(pytest.main([str(HERE), "-p", "no:cacheprovider", *sys.argv[2:]], plugins=[DefaultDtype(sys.argv[1])]))

@@ -1,7 +1,7 @@
-"""What holds of every format, as properties of round_to, encode and decode: a new format is tested by being named.
+"""Properties of round_to, encode and decode that hold for every format; a new format is tested by being registered.
 
-The neighbours of a number are what rounding down and up give; only what a format says of itself is read besides.
-"""
+The neighbours of a value are the results of rounding down and up; beyond that only the format's own attributes are
+used."""
 
 import math
 from bisect import bisect_left
@@ -20,8 +20,8 @@ from oracles.numbers import same_bits
 
 FORMATS = [formats.get(name) for name in formats.names()]
 BLOCKS = [(name, rule) for name in formats.block_names() for rule in formats.get_block(name).rules]
-# The laws of a format that an oracle knows follow from its being equal to the oracle, on every value of 16 bits, which
-# tests/quant/test_round_exactly.py holds: among those the laws themselves are tried on one of each kind.
+# For formats that an oracle knows, tests/quant/test_round_exactly.py compares every 16-bit value with it, which implies
+# the properties; fast tests check one such format of each kind.
 KINDS = {
     "fp32", "bf16", "float8_e5m2", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e8m0fnu", "float4_e2m1fn",
     "int8", "uint8", "posit8_1", "dynamic8_unsigned", "nf4",
@@ -46,7 +46,7 @@ MODES = ("nearest_even", "nearest_away", "nearest_up", "toward_zero", "up", "dow
 OVERFLOWS = ("saturate", "ieee")
 lists = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=60)
 any_lists = st.lists(st.floats(width=32), min_size=1, max_size=60)
-some, few = settings(max_examples=20), settings(max_examples=10)  # few of the tests that go through all modes
+some, few = settings(max_examples=20), settings(max_examples=10)  # examples; fewer for tests that loop over all modes
 
 
 def rounded(x, format, rounding="nearest_even", overflow="saturate"):
@@ -54,14 +54,14 @@ def rounded(x, format, rounding="nearest_even", overflow="saturate"):
 
 
 def inside(x, format):
-    """The numbers in the format's range (without those that a bare exponent has no value for)."""
+    """The values of x within the format's range; assumes that there are some (pure-exponent formats have no zero)."""
     kept = [v for v in x if format.min <= v <= format.max]
     assume(kept)
     return kept
 
 
 @every_narrow_format
-def test_significant_bits_hold_every_value(format):
+def test_significant_bits_represent_every_value(format):
     numerators = [abs(Fraction(v).numerator) for v in format.values() if v and math.isfinite(v)]
     longest = max((n // (n & -n)).bit_length() for n in numerators)
     assert longest <= format.significant_bits
@@ -71,7 +71,7 @@ def test_significant_bits_hold_every_value(format):
 @every_format
 @few
 @given(x=lists)
-def test_monotone(format, x):
+def test_rounding_is_monotone(format, x):
     x = sorted(inside(x, format) if format.min > 0 else x)
     for rounding in MODES:
         result = rounded(x, format, rounding)
@@ -82,7 +82,7 @@ def test_monotone(format, x):
 @every_format
 @few
 @given(x=any_lists)
-def test_idempotent(format, x):
+def test_rounding_is_idempotent(format, x):
     for rounding in MODES:
         for overflow in OVERFLOWS:
             once = rounded(x, format, rounding, overflow)
@@ -92,13 +92,13 @@ def test_idempotent(format, x):
 @every_format
 @few
 @given(x=any_lists)
-def test_symmetric_where_the_format_is(format, x):
-    """-x becomes what x becomes, mirrored, with up and down exchanged; ties too, where they go to the even code."""
+def test_rounding_is_symmetric_for_symmetric_formats(format, x):
+    """round(-x) is -round(x) with up and down exchanged; also for ties, if they go to the even code."""
     values = format.values() if format.bits <= 16 else (format.min, format.max)
     if values != tuple(-v for v in reversed(values)):
         return
     exchanged = {"up": "down", "down": "up"}
-    even = [mode for mode in MODES if mode != "nearest_up"]  # whose mirror image sends ties to the lower value
+    even = [mode for mode in MODES if mode != "nearest_up"]  # its mirror image sends ties to the lower value
     modes = even if format.ties == "even" else ["toward_zero", "up", "down"]
     x = torch.tensor(x, dtype=torch.float64)
     for rounding in modes:
@@ -112,8 +112,8 @@ def test_symmetric_where_the_format_is(format, x):
 @every_format
 @some
 @given(x=lists)
-def test_nearest_is_off_by_half_a_gap_at_most(format, x):
-    """It is the nearer neighbour (for posits: one of the two, and never zero)."""
+def test_nearest_is_the_nearer_neighbour(format, x):
+    """Nearest gives the nearer neighbour (for posits: either neighbour, but never zero)."""
     x = inside(x, format)
     low, high, near = (rounded(x, format, r).tolist() for r in ("down", "up", "nearest_even"))
     for value, below, above, result in zip(map(Fraction, x), low, high, near, strict=True):
@@ -128,7 +128,7 @@ def test_nearest_is_off_by_half_a_gap_at_most(format, x):
 @every_narrow_format
 @some
 @given(x=lists)
-def test_up_and_down_give_the_neighbours_in_the_list_of_values(format, x):
+def test_up_and_down_give_the_adjacent_values(format, x):
     x, values = inside(x, format), format.values()
     for value, below, above in zip(x, *(rounded(x, format, r).tolist() for r in ("down", "up")), strict=True):
         place = bisect_left(values, value)
@@ -150,7 +150,7 @@ def test_stochastic_gives_a_neighbour(format, x, seed):
 @every_format
 @few
 @given(x=lists)
-def test_toward_zero_never_grows(format, x):
+def test_toward_zero_never_increases_the_magnitude(format, x):
     if format.min > 0:
         x = inside(x, format)
     for overflow in OVERFLOWS:
@@ -160,7 +160,7 @@ def test_toward_zero_never_grows(format, x):
 @every_format
 @some
 @given(x=lists)
-def test_codes_stand_for_the_rounded_values(format, x):
+def test_decoded_codes_equal_the_rounded_values(format, x):
     x = torch.tensor(x)
     codes = encode(x, format) if format.has_nan or format.min <= 0 else encode(x[:0], format)
     same_bits(decode(codes, format, torch.float64), round_to(x, format, dtype=torch.float64)[: len(codes)])
@@ -168,7 +168,7 @@ def test_codes_stand_for_the_rounded_values(format, x):
 
 @every_narrow_format
 @for_each("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_every_value_of_the_format_is_its_own_image(format, dtype):
+def test_values_of_the_format_are_unchanged(format, dtype):
     values = torch.tensor(format.values(), dtype=torch.float64)
     held = values.to(dtype)
     held = held[held.double() == values]
@@ -178,7 +178,7 @@ def test_every_value_of_the_format_is_its_own_image(format, dtype):
 
 
 @every_narrow_format
-def test_boundaries_lie_between_the_values_and_the_sides_differ(format):
+def test_boundaries_separate_adjacent_values(format):
     values, cuts = (torch.tensor(v, dtype=torch.float64) for v in (format.values(), format.boundaries()))
     assert len(cuts) == len(values) - 1
     assert ((values[:-1] <= cuts) & (cuts <= values[1:])).all()
@@ -204,7 +204,7 @@ block_numbers = st.lists(
 @first_rule
 @some
 @given(x=block_numbers)
-def test_scales_of_finite_numbers_are_never_nan(name, rule, x):
+def test_scales_of_finite_values_are_never_nan(name, rule, x):
     x = torch.tensor(x)
     found = quantize(x, name, scale=rule)
     result = found.dequantize()

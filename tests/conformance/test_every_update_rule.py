@@ -1,4 +1,4 @@
-"""What holds of every update rule: a pure, elementwise function, the same through the optimizer and alone."""
+"""Properties of every update rule: pure, elementwise where stated, and applied unchanged by the optimizer."""
 
 import inspect
 import itertools
@@ -18,13 +18,13 @@ from tiny import assert_same, copied
 
 RULES = update_rules()
 OPTIONS = {"sgd": {"momentum": 0.9}, "rmsprop": {"momentum": 0.9, "centered": True}}
-"""Without which a rule has nothing to be tested on."""
+"""Options that a rule's tests need to have any effect."""
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 SHAPES = [(), (0,), (0, 3), (1,), (7,), (3, 5)]
 
 
-def taken(rule, shape):
-    """That shape, or a matrix's where the rule takes matrices alone."""
+def shape_for(rule, shape):
+    """`shape`, or a matrix shape of as many elements for rules that only take matrices."""
     size = math.prod(shape)
     return (
         shape if rule.dims in (None, len(shape)) else (size // math.gcd(size, 4), math.gcd(size, 4)) if size else (0, 2)
@@ -37,15 +37,15 @@ def options_of(rule):
 
 
 def group_of(rule, **more):
-    """A parameter group as torch.optim makes it."""
-    parameter = torch.nn.Parameter(torch.ones(taken(rule, (1,))))
+    """A parameter group as the rule's torch.optim class makes it."""
+    parameter = torch.nn.Parameter(torch.ones(shape_for(rule, (1,))))
     options = {**options_of(rule), **more}
     return rule.torch_class([parameter], **options).param_groups[0]
 
 
 def arguments(rule, shape=(3, 5), **more):
     group = group_of(rule, **more)
-    generator, shape = torch.Generator().manual_seed(1), taken(rule, shape)
+    generator, shape = torch.Generator().manual_seed(1), shape_for(rule, shape)
     weight, grad = (torch.randn(shape, generator=generator) for _ in range(2))
     moments = {name: torch.rand(rule.shape(name, shape), generator=generator) for name in rule.moments(group)}
     return weight, grad, moments, 4, group
@@ -53,7 +53,7 @@ def arguments(rule, shape=(3, 5), **more):
 
 @every_rule
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_is_pure_and_keeps_shapes_and_float32(rule, shape):
+def test_update_is_pure_and_keeps_shapes_and_float32(rule, shape):
     given = arguments(rule, shape)
     before = copied(list(given[:3]))
     weight, moments = rule.update(*given)
@@ -64,7 +64,7 @@ def test_it_is_pure_and_keeps_shapes_and_float32(rule, shape):
 
 
 @every_rule
-def test_it_is_elementwise_where_it_says_so(rule):
+def test_elementwise_rules_are_elementwise(rule):
     if not rule.elementwise:
         pytest.skip("norms of whole tensors enter")
     weight, grad, moments, step, group = arguments(rule)
@@ -76,7 +76,7 @@ def test_it_is_elementwise_where_it_says_so(rule):
 
 
 @every_rule
-def test_a_learning_rate_of_zero_moves_moments_only(rule):
+def test_zero_learning_rate_changes_only_moments(rule):
     given = arguments(rule, lr=0.0)
     weight, moments = rule.update(*given)
     same_bits(weight, given[0])
@@ -85,7 +85,7 @@ def test_a_learning_rate_of_zero_moves_moments_only(rule):
 
 
 @every_rule
-def test_it_goes_against_the_gradient_and_along_it_to_maximize(rule):
+def test_step_opposes_the_gradient_unless_maximizing(rule):
     if "maximize" not in inspect.signature(rule.torch_class).parameters:
         pytest.skip("its torch class only minimizes")
     down, up = (group_of(rule, weight_decay=0.0, maximize=maximize) for maximize in (False, True))
@@ -97,11 +97,11 @@ def test_it_goes_against_the_gradient_and_along_it_to_maximize(rule):
 
 
 @every_rule
-def test_nan_and_infinite_gradients_show_in_the_weight(rule):
+def test_nan_and_infinite_gradients_reach_the_weight(rule):
     weight, grad, moments, step, group = arguments(rule, (3,))
     grad.view(-1)[:2] = torch.tensor([float("nan"), float("inf")])
     moved, _ = rule.update(weight, grad, moments, step, group)
-    whole = rule.dims == 2  # nothing of a matrix is right then
+    whole = rule.dims == 2  # all elements of a matrix are affected
     assert (moved.isfinite() == torch.tensor([False, False, not whole]).view(weight.shape)).all()
 
 
@@ -109,9 +109,9 @@ def test_nan_and_infinite_gradients_show_in_the_weight(rule):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_optimizer_applies_the_rule(rule, fused, shape):
-    """Moments start at zero, steps count from 1, the gradient is divided by the scale first."""
+    """Moments start at zero, steps count from 1, and the gradient is divided by the loss scale first."""
     torch.manual_seed(2)
-    shape = taken(rule, shape)
+    shape = shape_for(rule, shape)
     parameter = torch.nn.Parameter(torch.randn(shape))
     expected, moments = parameter.detach().clone(), None
     options = options_of(rule)
@@ -138,10 +138,10 @@ WEIGHTS = ["fp16", "bf16"]
 @pytest.mark.quick(*map("-".join, in_turn(["nearest_even-fp16", "stochastic-bf16"], [*RULES])))
 @every_rule
 @pytest.mark.parametrize(("rounding", "weights"), [*itertools.product(ROUNDINGS, WEIGHTS)])
-def test_every_rounding_of_the_update_gives_a_neighbour(rule, weights, rounding):
-    """Whatever the rounding, the stored weight is one of the two around the float32 update."""
+def test_rounded_update_is_a_neighbour_of_the_float32_update(rule, weights, rounding):
+    """The stored weight is one of the two neighbours of the float32 update, for every rounding."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[weights]
-    shape = taken(rule, (500,))
+    shape = shape_for(rule, (500,))
     parameter = torch.nn.Parameter(torch.randn(shape).to(dtype))
     recipe = Recipe("made", "", "", weights=weights, update_rounding=rounding)
     optimizer = convert(rule.torch_class([parameter], **options_of(rule)), recipe, {}, generator=1)

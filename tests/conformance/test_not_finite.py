@@ -1,4 +1,4 @@
-"""Under every recipe an infinity or NaN in an activation or gradient reaches what is computed of it, and the loss."""
+"""Under every recipe, an infinity or NaN in an activation or gradient reaches the results computed from it."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ DELAYED = {
     name for name in EVERY for rule in get_recipe(name).rules for q in rule.linear.quantizers
     if q.scales is not None and getattr(q.scales.rule, "warmup", 9) < STEPS
 }  # fmt: skip
-"""Scaled by earlier steps' amaxes after so many steps (FP8-LM's begin later): an infinity saturates, as in Transformer
-Engine, and the recipe's notes say so."""
+"""Recipes scaled by earlier amaxes after so few steps (FP8-LM's begin later): an infinity saturates, as in Transformer
+Engine; the recipes' notes say so."""
 BAD = {"infinity": float("inf"), "minus-infinity": -float("inf"), "nan": float("nan")}
 quick = pytest.mark.quick(*(f"{name}-infinity" for name in sorted({*FAST, "bf16-truncate"})))
 
@@ -25,7 +25,7 @@ def inputs():
 
 
 def layer(name):
-    """A prepared linear layer that has trained, so that scales of earlier steps are there."""
+    """A prepared linear layer after two training steps, so that delayed scaling has an amax history."""
     model = nn.Sequential(Gated(), nn.Linear(16, 16)) if name in SMOOTH else nn.Sequential(nn.Linear(16, 16))
     model, optimizer, scaler = prepared(name, model)
     train(model, optimizer, scaler, STEPS, (inputs(), inputs()))
@@ -34,14 +34,14 @@ def layer(name):
 
 
 def saturates(name, bad):
-    """Whether the layer's results are finite all the same."""
+    """Whether the results stay finite, since the layer's scales are delayed and `bad` is no NaN."""
     return name in DELAYED and bad != "nan"
 
 
 @quick
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("name", EVERY)
-def test_of_an_input(name, bad):
+def test_nonfinite_input_reaches_the_output(name, bad):
     model, x = layer(name), inputs()
     x[3, 5] = BAD[bad]
     assert bool(torch.isfinite(model(x)[3]).all()) == saturates(name, bad)
@@ -50,7 +50,7 @@ def test_of_an_input(name, bad):
 @quick
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("name", EVERY)
-def test_of_a_gradient(name, bad):
+def test_nonfinite_gradient_reaches_the_weight_gradients(name, bad):
     model = layer(name)
     y = model(inputs())
     grad = torch.ones_like(y)

@@ -1,4 +1,4 @@
-"""What an addition costs: one file. One of each kind is added to a package, and the conformance tests take it."""
+"""An addition takes one file: a new member of each family is found, and its conformance tests include it."""
 
 import subprocess
 import sys
@@ -179,7 +179,7 @@ for package, folder in FOLDERS.items():
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """The beginning of a program whose packages have a file more each."""
+    """The start of a program in which each package of MADE_UP has one more file."""
     folders = {}
     for package, text in MADE_UP.items():
         folder = tmp_path_factory.mktemp(package.rpartition(".")[2])
@@ -192,8 +192,8 @@ def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
 
 
-@pytest.mark.slow  # tests/test_registry.py finds a file in a family
-def test_each_is_found(start):
+@pytest.mark.slow  # tests/test_registry.py is the fast test
+def test_new_members_are_found(start):
     code = """
 import halfstep, torch
 from halfstep.lab.experiment import list_tasks
@@ -249,8 +249,8 @@ assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.slow
-def test_a_rule_is_fused_without_another_line(start):
-    """Two moments: bit for bit its own formula on tensors, and torch's optimizer up to the order of roundings."""
+def test_new_update_rule_is_fused(start):
+    """Two moments: equals its own formula bit for bit, and torch's Adamax up to the order of roundings."""
     done = run(start + FUSED)
     assert done.returncode == 0, done.stderr
 
@@ -294,8 +294,8 @@ TRITON = ROOT / ".triton" / "3.7.1"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "said"), [(COMPILED, "prepare compiles\nupdate compiles"), (INTERPRETED, "equal")])
-def test_a_rule_is_on_a_gpu_without_another_line(start, program, said, monkeypatch):
-    """Its kernels compile for a GPU that is not here, and are the formula bit for bit in Triton's interpreter."""
+def test_new_update_rule_has_gpu_kernels(start, program, said, monkeypatch):
+    """Its kernels compile for an absent GPU and equal the formula bit for bit in Triton's interpreter."""
     if not (TRITON / "triton").exists():
         pytest.skip(f"no triton in {TRITON}: `make gpu-proofs` fetches it (Linux, x86)")
     if program is INTERPRETED:
@@ -308,8 +308,8 @@ def test_a_rule_is_on_a_gpu_without_another_line(start, program, said, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["format", "master", "recipe", "scaling", "task", "update_rule"])
-def test_its_conformance_tests_take_it(start, kind):
-    """Those that run for each member run for it alone; loops go over all."""
+def test_conformance_tests_include_the_new_member(start, kind):
+    """Parametrized tests are run for the new member only; for_each loops over all members."""
     file = f"tests/conformance/test_every_{kind}.py"
     arguments = ["-p", "no:cacheprovider", "-q", "-k", "made_up or made-up", file, "-m", "slow or not slow"]
     done = run(f"{start}\nsys.exit(pytest.main({arguments}))")

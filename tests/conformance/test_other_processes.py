@@ -1,4 +1,4 @@
-"""Every recipe goes on in a process whose torch seed is another, bit for bit: resumed, recomputed, in two threads."""
+"""Every recipe gives the same bits under another torch seed and process: resumed, recomputed, and in two threads."""
 
 import subprocess
 import sys
@@ -17,11 +17,11 @@ from tiny import ALL, UNIT, assert_same, batch, copied, grads, mlp, model_for, p
 
 
 QUICK = ["coat", "fp8-smooth-swiglu", "mxfp4-rht", "nvfp4"]
-"""Recipes that draw noise, signs, both, and keep codes of activations; each takes half a second."""
+"""Recipes that draw noise, random signs, or both, or save activations in few bits; each takes half a second."""
 
 
 def body(name):
-    """A model that the recipe fits."""
+    """A model that the recipe supports."""
     if name not in UNIT:
         return model_for(name)
     model = mlp()
@@ -33,8 +33,8 @@ def states(setup):
     return [copied(each.state_dict()) for each in setup]
 
 
-class Again(nn.Module):
-    """A body that is computed again in the backward pass, by one of torch's two ways."""
+class Checkpointed(nn.Module):
+    """A body that is recomputed in the backward pass, by reentrant or non-reentrant checkpointing."""
 
     def __init__(self, name, reentrant=None):
         super().__init__()
@@ -47,18 +47,18 @@ class Again(nn.Module):
 
 
 def gradients(name, reentrant):
-    model, _, scaler = prepared(name, Again(name, reentrant))
+    model, _, scaler = prepared(name, Checkpointed(name, reentrant))
     x, y = batch()
     scaler.scale(F.mse_loss(model(x.requires_grad_()), y)).backward()
     return grads(model), x.grad
 
 
-def in_a_thread(setup, seed, data, found):
+def train_in_thread(setup, seed, data, found):
     found[seed] = train(*setup, 3, data), states(setup)
 
 
-def goes_on(name, saved, expected):
-    """What holds of a recipe in this process, of a run that was saved in another."""
+def assert_resumes(name, saved, expected):
+    """Resume a run that another process saved, and check that it, recomputation and threads change no bit."""
     model = body(name)
     torch.default_generator.manual_seed(99)
     fresh = prepared(name, model, generator=None)
@@ -71,11 +71,11 @@ def goes_on(name, saved, expected):
         assert_same(gradients(name, reentrant), plain)
     alone, together = {}, {}
     for seed in (1, 2):
-        in_a_thread(prepared(name, body(name)), seed, batch(seed), alone)
+        train_in_thread(prepared(name, body(name)), seed, batch(seed), alone)
     setups = {seed: prepared(name, body(name)) for seed in alone}
     generator = torch.get_rng_state()
     threads = [
-        threading.Thread(target=in_a_thread, args=(setups[seed], seed, batch(seed), together)) for seed in setups
+        threading.Thread(target=train_in_thread, args=(setups[seed], seed, batch(seed), together)) for seed in setups
     ]
     for thread in threads:
         thread.start()
@@ -86,7 +86,7 @@ def goes_on(name, saved, expected):
 
 
 def run(name):
-    """The states after three steps, and after six."""
+    """The states of a run after three steps and after six."""
     setup = prepared(name, body(name))
     train(*setup, 3)
     saved = states(setup)
@@ -97,12 +97,12 @@ def run(name):
 
 
 @for_each("name", QUICK)
-def test_a_run_goes_on_under_another_seed(name):
-    goes_on(name, *run(name))
+def test_resumes_under_another_seed(name):
+    assert_resumes(name, *run(name))
 
 
 @pytest.mark.slow
-def test_every_recipe_goes_on_in_a_fresh_process(tmp_path):
+def test_every_recipe_resumes_in_another_process(tmp_path):
     torch.save({name: run(name) for name in ALL}, tmp_path / "runs.pt")
     made = subprocess.run(
         [sys.executable, __file__, str(tmp_path / "runs.pt")],
@@ -116,4 +116,4 @@ def test_every_recipe_goes_on_in_a_fresh_process(tmp_path):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for each, runs in torch.load(sys.argv[1], weights_only=False).items():
-        goes_on(each, *runs)
+        assert_resumes(each, *runs)

@@ -1,4 +1,4 @@
-"""The plan is what runs: which layers round, bytes of what is stored; and a plan that is altered runs otherwise."""
+"""The plan matches what runs: which layers round, and the stored bytes; an altered plan changes what runs."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from tiny import EVERY, FAST, SMOOTH, adamw, fast_and_every, prepared
 
 MODELS = golden.models()
 FEW = [name for name in EVERY if any(q.format.bits <= 8 for r in get_recipe(name).rules for q in r.linear.quantizers)]
-LOST = 0.003  # of an output's norm: rounding to 8 bits takes more, and to bf16 less
+LOST = 0.003  # relative to an output's norm: rounding to 8 bits loses more, to bf16 less
 
 
 def model_of(kind):
@@ -24,8 +24,8 @@ def model_of(kind):
     return MODELS[kind][0]()
 
 
-def lost(model, batch):
-    """By path of a linear layer called as a module, what its output lacks of the same product of unrounded operands."""
+def rounding_errors(model, batch):
+    """The rounding error of each linear layer's output, relative to its norm, by path."""
     found, handles = {}, []
 
     def look(path, dtype):
@@ -50,34 +50,34 @@ def lost(model, batch):
 
 @pytest.mark.parametrize("names", fast_and_every(FEW))
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_layers_that_the_plan_names_round_and_no_others(kind, names):
+def test_exactly_the_planned_layers_round(kind, names):
     for name in names:
         if kind == "gpt" and name in SMOOTH:
             continue
         model, batch = model_of(kind), MODELS[kind][1]
         planned = halfstep.plan(model, name)
         halfstep.apply(model, name)
-        for path, share in lost(model, batch).items():
+        for path, share in rounding_errors(model, batch).items():
             layer = planned.layers.get(path)
             rounds = layer is not None and any((layer.spec.output.lhs, layer.spec.output.rhs))
             assert (share > LOST) == rounds, (name, path, share)
 
 
 @pytest.mark.parametrize("names", fast_and_every(FEW, FAST | {"coat"}))
-def test_a_layer_that_is_taken_out_of_the_plan_does_not_round(names):
+def test_layer_removed_from_the_plan_does_not_round(names):
     for name in names:
         model, batch = model_of("mlp"), MODELS["mlp"][1]
         found = decide(model, name)
         stages = tuple(replace(each, specs={**each.specs, "first": LinearSpec()}) for each in found.stages)
         replace(found, stages=stages).carry_out(model)
-        assert lost(model, batch)["first"] < LOST, name
+        assert rounding_errors(model, batch)["first"] < LOST, name
 
 
 @pytest.mark.parametrize(
     "names", fast_and_every(EVERY, {"fp32", "bf16-master", "coat", "adamw-8bit", "fp8lm-o2", "bf16-kahan"})
 )
-def test_bytes_a_parameter_are_those_of_the_plan(names):
-    """Of matrices of 16,384 numbers: scales and step counts are less than 2% of them."""
+def test_stored_bytes_per_parameter_equal_the_plan(names):
+    """For matrices of 16,384 elements: scales and step counts add less than 2%."""
     for name in names:
         model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
         if name in SMOOTH or get_recipe(name).projection:

@@ -1,4 +1,4 @@
-"""Every recipe on two threads, with tensors of more than one chunk: kernels compile in another way there."""
+"""Every recipe on two threads, with tensors of several chunks, for which kernels are compiled differently."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 from tiny import EVERY, SMOOTH, Gated, prepared
 
 
-WIDTH, ROWS = 160, 128  # 20,480 activations and 25,600 weights, where a chunk has 16,384
+WIDTH, ROWS = 160, 128  # 20,480 activations and 25,600 weights; a chunk has 16,384 elements
 
 
 def trained(name, threads):
@@ -31,6 +31,6 @@ def trained(name, threads):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
-def test_two_threads_train_as_one_does(name):
-    """Torch's own products may sum in another order."""
+def test_losses_on_two_threads_equal_one_thread(name):
+    """Torch's own matmuls may sum in another order."""
     assert trained(name, 2) == pytest.approx(trained(name, 1), rel=1e-3)
