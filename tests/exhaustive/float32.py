@@ -1,9 +1,9 @@
 """All 2^32 float32 inputs through round_to (nearest-even, saturating), compared bit for bit with step functions.
 
-Magnitudes of float32 are ordered like their bits, so rounding to a format is a step function of the 2^31 positive bit
-patterns, and the steps of `oracles.formats` (values and cuts from the definitions, in fractions) say where each begins.
-The expected results of a run of patterns are written by repeating values, without rounding anything: an implementation
-that shares nothing with the one under test. A whole run is kept in benchmarks/results/exhaustive.json.
+Positive float32 values are ordered like their bit patterns, so rounding to a format is a step function of 2^31
+patterns. `oracles.formats` (values and boundaries from the definitions, as fractions) gives where each step begins.
+Expected results are written by repeating values, without rounding anything, so they share nothing with the
+implementation under test. A full run is kept in benchmarks/results/exhaustive.json.
 
     python tests/exhaustive/float32.py [--every N] [FORMAT ...]
 """
@@ -29,12 +29,12 @@ from oracles import formats as oracle  # noqa: E402
 
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "bf16", "fp16", "posit8_2")
 CHUNK = 1 << 24
-INFINITY = 0x7F800000  # the bits of float32's; above are the NaNs
+INFINITY = 0x7F800000  # float32's bit pattern; higher ones are NaN
 SIGN = 0x80000000
 
 
 class Steps:
-    """Rounding to a format as a step function of a positive float32's bits."""
+    """Rounding to a format as a step function of the bits of a positive float32."""
 
     def __init__(self, name: str) -> None:
         format = oracle.listed(name)
@@ -52,7 +52,7 @@ class Steps:
 
     @staticmethod
     def _first(cut: float, rise: bool) -> int:
-        """The bits of the first float32 that is rounded past the cut."""
+        """The bits of the smallest float32 that rounds above the cut."""
         with np.errstate(over="ignore"):
             near = np.float32(cut)
         if float(near) < cut or (float(near) == cut and not rise):
@@ -62,7 +62,7 @@ class Steps:
         return int(near.view(np.uint32))
 
     def expected(self, start: int, sign: bool) -> np.ndarray:
-        """The bits of the results for CHUNK positive patterns from `start` (or the negatives of them); not of NaN."""
+        """The result bits of CHUNK positive patterns from `start`, or of their negatives; undefined for NaN."""
         inner = np.clip(self.starts, start, start + CHUNK)
         counts = np.diff(np.append(inner, start + CHUNK))
         counts[0] += inner[0] - start
@@ -73,7 +73,7 @@ class Steps:
 
 
 def check(name: str, every: int) -> dict[str, object]:
-    """Compare the whole of float32 (or each `every`-th run of patterns); returns counts and seconds."""
+    """Compare all float32 inputs (or every `every`-th chunk); returns counts and seconds."""
     steps, inputs, wrong, first, spent = Steps(name), 0, 0, None, 0.0
     source, out = np.empty(CHUNK, np.uint32), torch.empty(CHUNK)
     base, x = np.arange(CHUNK, dtype=np.uint32), torch.from_numpy(source.view(np.float32))
@@ -87,7 +87,7 @@ def check(name: str, every: int) -> dict[str, object]:
         found = out.numpy().view(np.uint32)
         expected = steps.expected(pattern & ~SIGN, pattern >= SIGN)
         differ = found != expected
-        if (pattern & ~SIGN) + CHUNK > INFINITY:  # NaN in, any NaN out; and a posit's NaR has no bits of its own
+        if (pattern & ~SIGN) + CHUNK > INFINITY:  # NaN gives any NaN; a posit's NaR has no float32 bits of its own
             nan = ((source & ~np.uint32(SIGN)) > INFINITY) | ((expected & ~np.uint32(SIGN)) > INFINITY)
             differ = np.where(nan, (found & ~np.uint32(SIGN)) <= INFINITY, differ)
         count = int(np.count_nonzero(differ))
@@ -107,7 +107,7 @@ def check(name: str, every: int) -> dict[str, object]:
 
 
 def main() -> int:
-    """Exit status 1 when there is a mismatch."""
+    """Returns 1 if there is a mismatch, else 0."""
     parser = argparse.ArgumentParser(description="All 2^32 float32 inputs through round_to.")
     parser.add_argument("formats", nargs="*", default=FORMATS)
     parser.add_argument("--every", type=int, default=1, help="only each N-th run of 2^24 inputs")

@@ -1,4 +1,4 @@
-"""log2 and exp2 of `quant.logarithm` over all their inputs, beside numpy's in float64: the largest errors, in ulps.
+"""The largest errors of log2 and exp2 of `quant.logarithm` over all inputs, in ulps, against numpy's in float64.
 
 python tests/exhaustive/logarithm.py [--every N]
 """
@@ -16,14 +16,14 @@ CHUNK = 1 << 23
 
 
 def ulps(found, exact):
-    """The largest distance of float32 numbers from exact ones, in units of the exact ones' last place."""
+    """The largest error of float32 values against exact ones, in ulps of the exact values."""
     unit = np.spacing(np.abs(exact).astype(np.float32)).astype(np.float64)
     distance = np.abs(found.double().numpy() - exact)
     return float(np.where(exact == 0, np.where(distance == 0, 0, np.inf), distance / unit).max())
 
 
 def chunks(first, last, every):
-    """Positive float32 numbers by their bits, from the first to before the last."""
+    """Positive float32 values whose bits are in [first, last), every `every`-th, in chunks."""
     for start in range(first, last, CHUNK * every):
         yield torch.arange(start, min(start + CHUNK * every, last), every, dtype=torch.int32).view(torch.float32)
 

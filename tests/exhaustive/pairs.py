@@ -1,7 +1,7 @@
-"""All pairs (w, c) of finite bfloat16 numbers through one compensated addition: what it leaves, no step may drop.
+"""All pairs (w, c) of finite bfloat16 values through one compensated addition: masters must keep every remainder.
 
-w' = w + c and c' = c + (w - w'), each operation rounded, is how Kahan's compensation and Collage's residual come about
-(`quant.masters`); and all 2^32 float32 numbers split into a bfloat16 and what is left of them, as masters start. Half
+w' = w + c and c' = c + (w - w'), each operation rounded, is how Kahan's compensation and Collage's residual arise
+(`quant.masters`). Also splits all 2^32 float32 values into a bfloat16 and its remainder, as masters start. Takes half
 an hour.
 
     python tests/exhaustive/pairs.py [--every N]
@@ -16,7 +16,7 @@ from halfstep.quant.masters import get_master
 
 
 def dropped(weight: torch.Tensor, rest: torch.Tensor) -> int:
-    """How many of the rests are not kept beside their finite weights."""
+    """The number of remainders that a Kahan master does not keep, for finite weights and remainders."""
     kept = {"compensation": rest.clone()}
     follow(get_master("kahan"), weight, kept)
     sound = weight.isfinite() & rest.isfinite()
@@ -24,7 +24,7 @@ def dropped(weight: torch.Tensor, rest: torch.Tensor) -> int:
 
 
 def main() -> None:
-    """Count what is dropped; nothing may be."""
+    """Count dropped remainders; there must be none."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=1, help="try every Nth weight only")
     every = parser.parse_args().every

@@ -1,7 +1,7 @@
-"""Ten thousand broken checkpoints of every kind: each is read or refused, within limits of memory and time.
+"""Ten thousand broken checkpoints of every kind are read or rejected, within limits of memory and time.
 
-A copy that is neither read nor refused with a CheckpointError counts as a failure, as does one that takes more than
-300 MB of memory or 10 seconds, and one whose reading runs, imports or writes anything. The copies that fail are kept.
+A copy fails if it is neither read nor rejected with a CheckpointError, takes more than 300 MB or 10 seconds, or if
+reading it runs, imports or writes anything. Failing copies are kept.
 
     python tests/exhaustive/readers.py [--count N] [--seed S]
 """
@@ -31,17 +31,17 @@ MEGABYTES, SECONDS = 300, 10
 
 
 def peak() -> int:
-    """Megabytes of the highest resident memory since `reset`."""
+    """The peak resident memory since `reset`, in megabytes."""
     return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) >> 10
 
 
 def reset() -> None:
-    """Begin to count the peak anew."""
+    """Reset the peak resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def outcome(path: Path) -> str:
-    """What became of one copy; "read" and "refused" are good."""
+    """The result for one copy; "read" and "refused" are passes."""
     reset()
     before, began = peak(), time.perf_counter()
     try:
@@ -59,7 +59,7 @@ def outcome(path: Path) -> str:
 
 
 def check(kind: str, count: int, random: Random, home: Path) -> Counter[str]:
-    """Break a checkpoint of this kind `count` times."""
+    """Break a checkpoint of this kind `count` times and count the outcomes."""
     path = KINDS[kind](home)
     folder = path if path.is_dir() else path.parent
     files = {file: file.read_bytes() for file in sorted(folder.iterdir())}
@@ -81,7 +81,7 @@ def check(kind: str, count: int, random: Random, home: Path) -> Counter[str]:
 
 
 def main() -> int:
-    """Exit status 1 when a copy was neither read nor refused."""
+    """Returns 1 if a copy was neither read nor rejected, else 0."""
     parser = argparse.ArgumentParser(description="Broken checkpoints of every kind through their readers.")
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""The signed dynamic map over all float32 quotients in [-1, 1]: a code has the quotient's sign, or stands for 0.
+"""The signed dynamic map over all float32 quotients in [-1, 1]: a code has the quotient's sign or decodes to 0.
 
 python tests/exhaustive/signs.py [--every N]
 """
@@ -15,7 +15,7 @@ from halfstep.quant import encode
 
 CHUNK = 1 << 23
 ONE = 127 << 23
-"""The bits of 1."""
+"""The bits of 1.0."""
 
 
 def main():

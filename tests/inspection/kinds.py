@@ -1,4 +1,4 @@
-"""A small checkpoint of every kind, written by the library whose format it is (GGUF by hand), and its tensors."""
+"""A small checkpoint of every kind, written by the library that owns the format (GGUF by hand), and its tensors."""
 
 import json
 import struct
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Every type that both torch and safetensors have, odd shapes, and control characters in a name."""
+    """Tensors of every dtype common to torch and safetensors, odd shapes, and control characters in a name."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(5, 7, generator=generator)
     floats = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -35,12 +35,12 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """The bytes of the values, row-major."""
+    """The bytes of a tensor's values, row-major."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def stored_bits(tensor, nbytes: int = 64) -> bytes:
-    """The same, from a checkpoint."""
+    """The bytes of a checkpoint tensor's values, read in pieces."""
     pieces = [piece.copy() for piece in tensor.chunks(nbytes)]
     assert all(piece.ndim == 1 and 0 < piece.nbytes <= nbytes for piece in pieces)
     return b"".join(piece.tobytes() for piece in pieces)
@@ -57,7 +57,7 @@ def safetensors(folder: Path) -> Path:
 
 
 def nested() -> dict[str, object]:
-    """What a training run saves: weights, tied ones too, and the state of an optimizer."""
+    """The contents of a training checkpoint: weights, tied ones included, and an optimizer's state."""
     model = torch.nn.Sequential(OrderedDict(a=torch.nn.Linear(4, 3), b=torch.nn.Linear(4, 3)))
     model.b.weight = model.a.weight
     optimizer = torch.optim.AdamW(model.parameters())
@@ -82,7 +82,7 @@ def torch_zip(folder: Path) -> Path:
 
 
 def torch_legacy(folder: Path) -> Path:
-    """As torch.save wrote before 1.6, which has no types of 8 bits."""
+    """A file as torch.save wrote before 1.6, without 8-bit dtypes."""
     saved = {name: value for name, value in nested().items() if name != "tensors"}
     torch.save(saved, folder / "b.pt", _use_new_zipfile_serialization=False)
     return folder / "b.pt"
@@ -91,7 +91,7 @@ def torch_legacy(folder: Path) -> Path:
 def distributed(folder: Path) -> Path:
     state = nested()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is only one process
+        warnings.simplefilter("ignore")  # about there being one process
         dcp.save({"model": state["model"], "optimizer": state["optimizer"], "n": 3}, checkpoint_id=folder / "dcp")
     return folder / "dcp"
 
@@ -114,7 +114,7 @@ def index(folder: Path) -> Path:
 
 
 def arrays() -> dict[str, np.ndarray]:
-    """Every type of numpy that is read, both byte orders and both memory orders."""
+    """Arrays of every supported numpy dtype, in both byte orders and both memory orders."""
     x = np.random.default_rng(5).normal(size=(4, 6))
     codes = ["?", "i1", "u1", "<i2", ">i4", "<i8", "<u2", ">u4", "<u8", "<f2", ">f4", "<f8", "<c8", ">c16"]
     with np.errstate(all="ignore"):
@@ -146,7 +146,7 @@ GGUF_TYPES = {
     "iq3_xxs": (18, 256, 98), "iq1_s": (19, 256, 50), "iq3_s": (21, 256, 110), "iq2_s": (22, 256, 82),
     "iq1_m": (29, 256, 56),
 }  # fmt: skip
-"""Of each type its number, and the values and bytes of a block."""
+"""(type number, values per block, bytes per block) by type."""
 
 
 def text(value: str) -> bytes:
@@ -154,7 +154,7 @@ def text(value: str) -> bytes:
 
 
 def gguf_bytes(entries, pairs=(), version: int = 3, alignment: int = 32) -> bytes:
-    """A GGUF file of (name, shape, type number, bytes), and of pairs that are (key, type number, bytes)."""
+    """A GGUF file of entries (name, shape, type number, bytes) and metadata pairs (key, type number, bytes)."""
     head = b"GGUF" + struct.pack("<IQQ", version, len(entries), len(pairs))
     head += b"".join(text(key) + struct.pack("<I", kind) + value for key, kind, value in pairs)
     body = b""

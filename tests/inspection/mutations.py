@@ -1,4 +1,4 @@
-"""Broken copies of checkpoints: bits flipped, pieces cut, doubled and exchanged, numbers of headers made extreme."""
+"""Randomly broken copies of checkpoints: flipped bits, pieces removed, repeated or moved, extreme header values."""
 
 import io
 import json
@@ -73,7 +73,7 @@ HOSTILE += [b"\x93", b"\x94", b"ctorch\nload\n", b"ctorch._utils\n_rebuild_tenso
 
 
 def near_the_ends(random: Random, length: int) -> int:
-    """A place in `length` bytes, most often in the first or last hundreds, where headers and tables are."""
+    """A random position in `length` bytes, mostly near either end, where headers and tables are."""
     bound = random.choice([16, 256, 2048, length or 1])
     place = random.randrange(min(bound, length or 1))
     return place if random.random() < 0.7 else max(length - 1 - place, 0)
@@ -91,7 +91,7 @@ def truncate(random: Random, data: bytes) -> bytes:
 
 
 def splice(random: Random, data: bytes) -> bytes:
-    """A piece of the file again somewhere else, between what is there or over it."""
+    """The data with a piece of it inserted or overwritten elsewhere."""
     start, at = near_the_ends(random, len(data)), near_the_ends(random, len(data))
     piece = data[start : start + random.choice([1, 4, 8, 30, 300])] * random.choice([1, 1, 1, 50])
     return data[:at] + piece + data[at + random.choice([0, len(piece)]) :]
@@ -103,14 +103,14 @@ def cut(random: Random, data: bytes) -> bytes:
 
 
 def number(random: Random, data: bytes) -> bytes:
-    """A number of the binary header made extreme."""
+    """The data with an extreme value at a random position of the binary header."""
     form = random.choice(["<B", "<H", "<I", "<Q"])
     at, size = near_the_ends(random, len(data)), struct.calcsize(form)
     return data[:at] + struct.pack(form, random.choice(EXTREMES) % (1 << 8 * size)) + data[at + size :]
 
 
 def digits(random: Random, data: bytes) -> bytes:
-    """A number of the text of the header made extreme."""
+    """The data with a number in its text header replaced by an extreme value."""
     found = list(re.finditer(rb"\d+", data[:65536]))
     if not found:
         return data
@@ -133,7 +133,7 @@ def blind(random: Random, data: bytes) -> bytes:
 
 
 def within_json(random: Random, found: object) -> object:
-    """The same tree with one value, key or element exchanged."""
+    """The same tree with one value, key or element replaced."""
     if isinstance(found, dict) and found and random.random() < 0.9:
         key = random.choice(list(found))
         new = dict(found)
@@ -149,7 +149,7 @@ def within_json(random: Random, found: object) -> object:
 
 
 def json_header(random: Random, data: bytes) -> bytes:
-    """A safetensors file whose header is a good length, but says something else."""
+    """A safetensors file with a changed header of consistent length."""
     length = int.from_bytes(data[:8], "little")
     header = json.dumps(within_json(random, json.loads(data[8 : 8 + length]))).encode()
     return len(header).to_bytes(8, "little") + header + data[8 + length :]
@@ -160,7 +160,7 @@ def json_file(random: Random, data: bytes) -> bytes:
 
 
 def zip_member(random: Random, data: bytes) -> bytes:
-    """A good archive around a broken member."""
+    """A valid archive around a broken member."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(buffer, "w") as new:
         broken = random.choice([*old.namelist(), *[name for name in old.namelist() if name.endswith(".pkl")] * 50])
@@ -171,7 +171,7 @@ def zip_member(random: Random, data: bytes) -> bytes:
 
 
 def aware(name: str, data: bytes) -> Callable[[Random, bytes], bytes]:
-    """The mutation that keeps the outer form of this file, so that the inner one is reached; else `blind`."""
+    """The mutation that keeps this file's outer format valid so that inner parsers are reached, else `blind`."""
     if name.endswith(".json"):
         return json_file
     if name.endswith(".safetensors"):

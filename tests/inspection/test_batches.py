@@ -1,4 +1,4 @@
-"""Small tensors of a checkpoint are read, scanned and judged many at once, with what each by itself would give."""
+"""Small tensors are read, scanned and judged in batches, with the same results as one by one."""
 
 import gc
 from collections import Counter
@@ -44,7 +44,7 @@ def _step(x):
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.integers(0, 99),
 )
-def test_a_batch_says_what_its_tensors_say_one_by_one(kinds, dtype, seed):
+def test_batch_equals_its_tensors_one_by_one(kinds, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     values = [WAYS[way](torch.randn(shape, generator=generator) * 0.02).to(dtype) for shape, way in kinds]
     tensors = [InMemory(x.contiguous()) for x in values]
@@ -67,7 +67,7 @@ def written(path, count):
 
 
 def calls_of(path, monkeypatch):
-    """How often kernels, and reads of the file, are called by an inspection."""
+    """How often an inspection calls kernels and reads the file."""
     calls = Counter()
 
     def counted(owner, name):
@@ -86,14 +86,14 @@ def calls_of(path, monkeypatch):
     return calls
 
 
-def test_a_tensor_more_costs_no_kernel_and_no_read(tmp_path, monkeypatch):
+def test_more_tensors_cost_no_more_kernel_calls_or_reads(tmp_path, monkeypatch):
     few, many = written(tmp_path / "few.safetensors", 90), written(tmp_path / "many.safetensors", 240)
     calls = calls_of(few, monkeypatch)
     assert calls == calls_of(many, monkeypatch)
     assert calls["__call__"] <= 20
 
 
-def test_tensors_with_others_between_them_are_read_in_order(tmp_path):
+def test_interleaved_small_and_large_tensors_are_read_correctly(tmp_path):
     tensors = {}
     for i in range(6):
         tensors |= {f"{i}.a": torch.full((40,), float(i)) + torch.arange(40) / 7, f"{i}.b": torch.randn(200, 100)}
@@ -103,7 +103,7 @@ def test_tensors_with_others_between_them_are_read_in_order(tmp_path):
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_collection_of_cycles_is_as_it_was(tmp_path, enabled):
+def test_garbage_collection_setting_is_restored(tmp_path, enabled):
     path, before = written(tmp_path / "few.safetensors", 3), gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:

@@ -1,4 +1,4 @@
-"""Quantised layers that the file describes: every format that halfstep writes is named; what is broken is found."""
+"""Quantized layers described in the file: every format that halfstep writes is named, and broken layers are found."""
 
 import json
 
@@ -20,7 +20,7 @@ from halfstep.recipe import get_recipe, list_recipes
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 ROWS, COLUMNS = 256, 384
-WRITTEN = {  # bits beside the codes: scales of 8 or 32 bits
+WRITTEN = {  # bits including scales of 8 or 32 bits
     "e4m3fn_tensor": ("float8_e4m3fn codes with one float32 scale", 8 + 32 / (ROWS * COLUMNS)),
     "e4m3fn_row": ("float8_e4m3fn codes with a float32 scale for each row", 8 + 32 / COLUMNS),
     "e4m3fn_128x128": ("float8_e4m3fn codes with a float32 scale for each 128x128 block", 8 + 32 / 128**2),
@@ -45,7 +45,7 @@ def cast(folder, target, tensors):
 @pytest.mark.quick("e4m3fn_tensor-False", "nvfp4-False", "nvfp4-True")
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("target", WRITTEN)
-def test_what_to_writes_is_named(tmp_path, target, quick):
+def test_layers_written_by_inspect_to_are_named(tmp_path, target, quick):
     text, bits = WRITTEN[target]
     path = cast(tmp_path, target, {NAME: torch.randn(ROWS, COLUMNS), "model.norm.weight": torch.ones(COLUMNS)})
     report = halfstep.inspect(path, quick=quick)
@@ -59,7 +59,7 @@ def test_what_to_writes_is_named(tmp_path, target, quick):
     assert {name for name in roles if "scale" in name} == {name for name, role in roles.items() if role == "scales"}
 
 
-def test_every_format_that_is_written_is_tested():
+def test_all_written_formats_are_tested():
     assert set(WRITTEN) == {name for name, how in TARGETS.items() if isinstance(how, Scaled)}
 
 
@@ -78,7 +78,7 @@ OWN = Quantizer(formats.Float("of my own", 4, 3, 7, "finite", source="a test"))
 @pytest.mark.parametrize(
     "quantizer", [*map(get_quantizer, (*formats.names(), *formats.block_names())), OWN], ids=lambda q: label(q)[:60]
 )
-def test_what_save_quantized_writes_is_named(tmp_path, quantizer, shape):
+def test_layers_written_by_save_quantized_are_named(tmp_path, quantizer, shape):
     tensors = {"w": halfstep.quantize(torch.randn(shape).abs() + 0.1, quantizer)}
     halfstep.save_quantized(tensors, tmp_path / "q.safetensors")
     report = halfstep.inspect(tmp_path / "q.safetensors")
@@ -98,7 +98,7 @@ ABLE = [
 
 @pytest.mark.quick("nf4-double", "fp4-wang", "coat")
 @pytest.mark.parametrize("name", ABLE)
-def test_a_quantised_model_is_named(tmp_path, name):
+def test_layers_of_quantize_model_are_named(tmp_path, name):
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     smooth = {"smooth": {}} if get_recipe(name).smooth_glu == "channel" else {}
     if get_recipe(name).unit_scaled:
@@ -106,7 +106,7 @@ def test_a_quantised_model_is_named(tmp_path, name):
     halfstep.quantize_model(model, name, **smooth)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    quantizer = get_recipe(name).rules[-1].linear.output.rhs  # names that no other rule means: the feed-forward's
+    quantizer = get_recipe(name).rules[-1].linear.output.rhs  # the feed-forward layers' quantizer
     parts = [t for key, t in model.state_dict().items() if "weight_" in key and not key.endswith("weight_format")]
     for file in ("model.safetensors", "model.pt"):
         report = halfstep.inspect(tmp_path / file)
@@ -117,7 +117,7 @@ def test_a_quantised_model_is_named(tmp_path, name):
         assert {t.role for t in report.tensors if t.name.endswith(("_format", "_scale"))} == {"scales"}
 
 
-def test_experts_are_one_layer(tmp_path):
+def test_stacked_experts_are_one_layer(tmp_path):
     quantizer = get_quantizer("mxfp4")
     experts = [quantizer.quantize(torch.randn(64, 96)) for _ in range(3)]
     parts = {
@@ -130,7 +130,7 @@ def test_experts_are_one_layer(tmp_path):
 
 
 @pytest.mark.parametrize("name", [*formats.names(), *formats.block_names()])
-def test_a_label_says_which_codes_they_are(name):
+def test_label_roundtrips_format_and_scales(name):
     quantizer = get_quantizer(name)
     found = from_label(label(quantizer))
     assert (found.format.key, found.scales) == (quantizer.format.key, quantizer.scales)
@@ -138,7 +138,7 @@ def test_a_label_says_which_codes_they_are(name):
     assert from_label(label(tall)).scales == tall.scales
 
 
-def test_a_label_has_options_as_words():
+def test_label_roundtrips_options():
     quantizer = Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 0), get_scaling("rceil", margin=3)))
     assert label(quantizer) == "float 4 3 7 fn, 1xall, rceil margin=3"
     assert from_label(label(quantizer)).scales == quantizer.scales
@@ -155,13 +155,13 @@ def test_a_label_has_options_as_words():
         "float 4 3 7 fn, 1x32, rceil margin=x",
     ],
 )
-def test_what_is_no_label_is_refused(text):
+def test_malformed_label_raises(text):
     with pytest.raises(MALFORMED):
         from_label(text)
 
 
 def edited(folder, change):
-    """A file of mxfp4 with something changed."""
+    """An inspected mxfp4 file after `change` to its tensors and metadata."""
     path = cast(folder, "mxfp4", {NAME: torch.randn(ROWS, COLUMNS)})
     tensors = load_file(path)
     data = {"halfstep.quantized": json.loads(open_checkpoint(path).metadata["halfstep.quantized"])}
@@ -185,14 +185,14 @@ def edited(folder, change):
         (lambda tensors, data: data.update(format={"kind": "Float", "name": 3}), "cannot be read"),
     ],
 )  # fmt: skip
-def test_what_is_broken_is_found(tmp_path, change, said):
+def test_broken_layer_is_found(tmp_path, change, said):
     report = edited(tmp_path, change)
     assert len(report.findings) == 1
     assert said in report.findings[0]
     assert report.schemes == ()
 
 
-def test_metadata_that_is_no_json_is_found(tmp_path):
+def test_invalid_metadata_json_is_found(tmp_path):
     save_file(
         {"w.codes": torch.zeros(4, 4, dtype=torch.uint8)}, tmp_path / "q.safetensors", {"halfstep.quantized": "{"}
     )
@@ -200,14 +200,14 @@ def test_metadata_that_is_no_json_is_found(tmp_path):
     assert found.startswith("the metadata 'halfstep.quantized' is not JSON")
 
 
-def test_a_label_of_another_version_is_found(tmp_path):
+def test_unknown_label_is_found(tmp_path):
     text = torch.tensor(list(b"float 9, 1x32, rceil\x1b"), dtype=torch.uint8)
     save_file({"w_codes": torch.zeros(4, 4, dtype=torch.uint8), "w_format": text}, tmp_path / "q.safetensors")
     (found,) = halfstep.inspect(tmp_path / "q.safetensors").findings
     assert found == "w_codes (halfstep): its format 'float 9, 1x32, rceil\\x1b' is not known here"
 
 
-def test_ggufs_blocks_are_described_and_not_guessed_at(tmp_path):
+def test_gguf_blocks_are_described_without_origin(tmp_path):
     report = halfstep.inspect(gguf(tmp_path))
     blocks = {name: (values, nbytes) for name, (_, values, nbytes) in GGUF_TYPES.items() if values > 1}
     found = {one.scheme: one for one in report.schemes}

@@ -1,4 +1,4 @@
-"""Two checkpoints: tensors find their partners by name, prefix and contents, in any kind of file."""
+"""`diff` of checkpoints: tensors are matched by name, prefix and contents, in any kind of file."""
 
 import json
 
@@ -42,7 +42,7 @@ def kinds(found):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_checkpoint_equals_itself(name, tmp_path):
+def test_checkpoint_of_every_kind_equals_itself(name, tmp_path):
     path = KINDS[name](tmp_path)
     found = halfstep.diff(path, path)
     assert found.same
@@ -51,7 +51,7 @@ def test_every_kind_of_checkpoint_equals_itself(name, tmp_path):
     json.dumps(found.to_dict(), allow_nan=False)
 
 
-def test_kinds_of_files_and_the_order_of_shards_do_not_matter(tmp_path):
+def test_diff_ignores_file_kind_and_shard_order(tmp_path):
     state = model()
     save_file(state, tmp_path / "whole.safetensors")
     torch.save(dict(reversed(state.items())), tmp_path / "whole.pt")
@@ -67,14 +67,14 @@ def test_kinds_of_files_and_the_order_of_shards_do_not_matter(tmp_path):
         assert halfstep.diff(tmp_path / "whole.safetensors", tmp_path / other).same
 
 
-def test_a_cast_of_a_whole_model(compared):
-    found = compared(model(), {name: tensor.bfloat16() for name, tensor in model().items()})  # which has no ties
+def test_cast_of_a_whole_model(compared):
+    found = compared(model(), {name: tensor.bfloat16() for name, tensor in model().items()})  # no ties
     assert set(kinds(found).values()) == {"cast bf16"}
     assert found.sentences == ["7 tensors (100% of the values): B is A rounded to bf16, to nearest."]
     assert not found.same
 
 
-def test_a_prefix_a_new_name_and_tensors_of_one_side(compared):
+def test_prefix_renamed_and_unmatched_tensors(compared):
     other = {f"module.{name}": tensor * 1.5 for name, tensor in model().items()}
     other["module.extra"] = other.pop("module.model.layers.1.input_layernorm.weight") + 1
     found = compared(model() | {"head.weight": torch.eye(3)}, other | {"output": torch.eye(3)})
@@ -90,7 +90,7 @@ def test_a_prefix_a_new_name_and_tensors_of_one_side(compared):
     assert "Only in A: 1 tensor, model.layers.1.input_layernorm.weight." in said
 
 
-def test_constants_are_not_taken_for_one_another(compared):
+def test_equal_constants_are_not_matched(compared):
     found = compared({"a": torch.ones(9), "b": torch.ones(9)}, {"c": torch.ones(9), "d": torch.ones(9)})
     assert not found.tensors
     assert found.sentences[0].startswith("No tensor of one has the name or the contents of one in the other")
@@ -98,7 +98,7 @@ def test_constants_are_not_taken_for_one_another(compared):
 
 @pytest.mark.parametrize("shape", [(40, 40), (40, 56)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_transposed_matrix(compared, shape, dtype):
+def test_transposed_matrix_is_recognised(compared, shape, dtype):
     x = torch.randn(shape, generator=generator())
     (one,) = compared({"w": x}, {"w": x.t().to(dtype)}).tensors
     expected = "identical" if dtype == torch.float32 else "cast bf16"
@@ -109,8 +109,8 @@ def test_a_transposed_matrix(compared, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_units_in_another_order(compared, dtype):
-    """The same function: a hidden layer's units, a convolution's channels. Others of the same sizes stay unrelated."""
+def test_permuted_units_are_recognised(compared, dtype):
+    """Permuted hidden units and channels of the same function are recognised; other tensors of these sizes are not."""
     state = {"up": (96, 64), "bias": (96,), "norm": (96,), "mid": (96, 96), "down": (64, 96)}
     state |= {"conv": (24, 8, 3, 3), "next": (8, 24, 3, 3), "other": (80, 80)}
     a = {name: torch.randn(shape, generator=generator(i)) for i, (name, shape) in enumerate(state.items())}
@@ -132,7 +132,7 @@ def test_units_in_another_order(compared, dtype):
     assert any("rows in another order; " in text for text in found.sentences)
 
 
-def test_other_shapes(compared):
+def test_extended_and_reshaped_tensors(compared):
     x = torch.randn(30, 8, generator=generator())
     (longer,) = compared({"w": x}, {"w": torch.cat([x, torch.ones(3, 8)])}).tensors
     assert (longer.seen, longer.relation.kind) == ("first rows", "identical")
@@ -143,12 +143,12 @@ def test_other_shapes(compared):
     assert "w 30x8 and 5x5" in found.sentences[-1]
 
 
-def test_different_models_are_said_to_be_different(compared):
+def test_different_models_are_reported(compared):
     assert compared(model(), model(1)).sentences[0].startswith("Different models:")
     assert not compared(model(), {k: v + 0.01 for k, v in model().items()}).sentences[0].startswith("Different")
 
 
-def test_a_merge_with_the_rest_untouched(compared):
+def test_lora_merge_of_some_layers(compared):
     merged = model()
     for name in [name for name in merged if "q_proj" in name]:
         delta = torch.randn(64, 4, generator=generator(1)) @ torch.randn(4, 64, generator=generator(2))
@@ -160,7 +160,7 @@ def test_a_merge_with_the_rest_untouched(compared):
 
 
 def scaled(kind, w):
-    """Codes of a byte and scales as published layouts have them, and what they are called."""
+    """Byte codes and scales of w in a published layout."""
     if kind == "int8":
         scale = w.abs().amax(1, keepdim=True) / 127
         return {"w.weight": (w / scale).round().to(torch.int8), "w.weight_scale": scale}
@@ -177,7 +177,7 @@ def scaled(kind, w):
 
 
 @pytest.mark.parametrize("kind", ["int8", "bitsandbytes", "fp8 tensor", "fp8 blocks"])
-def test_codes_with_scales_are_compared_as_what_they_stand_for(compared, kind):
+def test_codes_with_scales_are_compared_by_their_values(compared, kind):
     w = torch.randn(256, 384, generator=generator()) * 0.02
     found = compared({"w.weight": w}, scaled(kind, w))
     (one,) = found.tensors
@@ -187,7 +187,7 @@ def test_codes_with_scales_are_compared_as_what_they_stand_for(compared, kind):
     assert not found.only_b
 
 
-def test_what_halfstep_wrote_is_compared_with_what_it_was_written_from(tmp_path):
+def test_written_cast_is_recognised_as_quantized(tmp_path):
     w = torch.randn(256, 384, generator=generator()) * 0.02
     save_file({"w": w, "b": torch.ones(3)}, tmp_path / "a.safetensors")
     checkpoint = halfstep.inspection.open_checkpoint(tmp_path / "a.safetensors")
@@ -199,7 +199,7 @@ def test_what_halfstep_wrote_is_compared_with_what_it_was_written_from(tmp_path)
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8", "fp8-block"])
-def test_a_model_quantised_for_inference_is_compared_with_the_full_one(compared, recipe):
+def test_quantized_model_is_compared_with_the_full_one(compared, recipe):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
     full = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -211,7 +211,7 @@ def test_a_model_quantised_for_inference_is_compared_with_the_full_one(compared,
     assert {kinds["0.weight"], kinds["2.weight"]} == {"quantised"}
 
 
-def test_blocks_of_gguf_are_compared_as_what_they_decode_to(tmp_path):
+def test_gguf_blocks_are_compared_by_their_values(tmp_path):
     w = torch.randn(8, 64, generator=generator())
     scale = w.view(8, 2, 32).abs().amax(2, keepdim=True) / 127
     codes = (w.view(8, 2, 32) / scale.half().float()).round().to(torch.int8)
@@ -223,7 +223,7 @@ def test_blocks_of_gguf_are_compared_as_what_they_decode_to(tmp_path):
     assert one.relation.change.relative < 0.01
 
 
-def test_types_that_are_not_decoded_are_not_compared(tmp_path):
+def test_undecoded_gguf_types_are_not_compared(tmp_path):
     for name, fill in (("a", 1), ("b", 2)):
         entries = [("w", (64,), 9, bytes([fill]) * 80), (f"only in {name}", (32,), 9, bytes([fill]) * 40)]
         (tmp_path / f"{name}.gguf").write_bytes(gguf_bytes(entries))
@@ -233,7 +233,7 @@ def test_types_that_are_not_decoded_are_not_compared(tmp_path):
     assert [one.name for one in found.only_a] == ["only in a"]
 
 
-def test_missing_and_broken_files(tmp_path):
+def test_missing_and_broken_files_raise(tmp_path):
     save_file(model(), tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match="no' cannot be opened: No such file"):
         halfstep.diff(tmp_path / "a.safetensors", tmp_path / "no")
@@ -242,7 +242,7 @@ def test_missing_and_broken_files(tmp_path):
         halfstep.diff(tmp_path / "a.safetensors", tmp_path / "broken.safetensors")
 
 
-def test_matrices_larger_than_a_map_of_their_file(tmp_path):
+def test_matrices_larger_than_one_file_map(tmp_path):
     x = torch.randn(1500, 3001, generator=generator())
     save_file({"w": x}, tmp_path / "a.safetensors")
     save_file({"w": x.t().contiguous().half()}, tmp_path / "b.safetensors")

@@ -1,4 +1,4 @@
-"""Whatever the bytes, a reader reads or raises CheckpointError, and does nothing else."""
+"""For any bytes, a reader either reads or raises CheckpointError, and has no side effects."""
 
 import json
 import struct
@@ -17,14 +17,14 @@ from halfstep.inspection.readers.torch_zip import ALLOWED
 from halfstep.inspection.torch_objects import TENSORS, storage, views
 
 
-def reads_or_refuses(path):
+def read_or_reject(path):
     with nothing_but_reading(), suppress(CheckpointError):
         scan(open_checkpoint(path))
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def home(request, tmp_path_factory):
-    """A checkpoint of each kind: the path to open, and its files with their bytes."""
+    """The path of a checkpoint of each kind, and its files with their bytes."""
     path = KINDS[request.param](tmp_path_factory.mktemp(request.param))
     folder = path if path.is_dir() else path.parent
     return path, {file: file.read_bytes() for file in sorted(folder.iterdir())}
@@ -32,14 +32,14 @@ def home(request, tmp_path_factory):
 
 @pytest.mark.quick("safetensors", "huggingface", "gguf")
 @given(seed=st.integers(0, 2**32))
-def test_broken_copies_of_every_kind(home, seed):
+def test_mutated_checkpoints_are_read_or_rejected(home, seed):
     path, files = home
     random = Random(seed)
     file = random.choice(list(files))
     broken = mutate(random, file.name, files[file])
     file.write_bytes(broken)
     try:
-        reads_or_refuses(path)
+        read_or_reject(path)
         assert file.read_bytes() == broken
         assert {found.name for found in file.parent.iterdir()} == {found.name for found in files}
     finally:
@@ -63,18 +63,18 @@ ENTRIES = st.fixed_dictionaries(
 
 @pytest.mark.slow
 @given(header=st.dictionaries(st.sampled_from(NAMES), ENTRIES | TREES, max_size=3) | TREES, body=st.binary(max_size=40))
-def test_safetensors_headers_of_any_form(tmp_path_factory, header, body):
+def test_random_safetensors_headers_are_read_or_rejected(tmp_path_factory, header, body):
     path = tmp_path_factory.getbasetemp() / "fuzz.safetensors"
     data = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(data)) + data + body)
-    reads_or_refuses(path)
+    read_or_reject(path)
 
 
 OPCODES = st.lists(st.sampled_from([bytes([i]) for i in range(256)] + HOSTILE * 4) | st.binary(max_size=4), max_size=30)
 
 
 @given(opcodes=OPCODES, names=st.lists(st.sampled_from(sorted(TENSORS | ALLOWED)), max_size=4))
-def test_pickles_of_any_opcodes(opcodes, names):
+def test_random_pickle_opcodes_are_read_or_rejected(opcodes, names):
     for name in names:
         module, _, attribute = name.rpartition(".")
         opcodes.insert(len(opcodes) // 2, f"c{module}\n{attribute}\n".encode())

@@ -1,4 +1,4 @@
-"""Things that are no checkpoints, and safetensors, JSON and numpy headers that lie: each is an error that says so."""
+"""Files that are no checkpoints, and invalid safetensors, JSON and numpy headers, raise errors that say why."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from halfstep.inspection import files, inspector, open_checkpoint
 from halfstep.inspection.files import TENSORS, TEXT
 
 
-def refuses(path, match):
+def assert_rejected(path, match):
     with nothing_but_reading(), pytest.raises(CheckpointError, match=match):
         scan(open_checkpoint(path))
 
@@ -32,7 +32,7 @@ def entry(shape=(1,), offsets=(0, 4), dtype="F32", **more):
 
 
 @pytest.mark.parametrize("make", ["nothing", "pipe", "text", "empty", "folder", "loop", "zero"])
-def test_what_is_no_checkpoint(make, tmp_path):
+def test_non_checkpoints_raise(make, tmp_path):
     path = tmp_path / "a.safetensors"
     wanted = "cannot be opened"
     if make == "pipe":
@@ -53,25 +53,25 @@ def test_what_is_no_checkpoint(make, tmp_path):
     elif make == "zero":
         path.symlink_to("/dev/zero")
         wanted = "not a regular file"
-    refuses(path, wanted)
+    assert_rejected(path, wanted)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 5000])
-def test_names_that_no_file_can_have(name):
+def test_impossible_file_names_raise(name):
     with pytest.raises(CheckpointError, match="cannot be opened"):
         open_checkpoint(name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_truncation_is_an_error(kind, tmp_path):
-    """Cut anywhere, a file is refused when it is opened or when its values are read."""
+def test_truncated_files_raise(kind, tmp_path):
+    """A file cut at any length is rejected when it is opened or when its values are read."""
     path = KINDS[kind](tmp_path)
     files = [path] if path.is_file() else sorted(path.iterdir())
     for file in files:
         data = file.read_bytes()
         for length in {0, 1, 7, 8, 9, len(data) // 3, len(data) // 2, len(data) - 9, len(data) - 1}:
             file.write_bytes(data[:length])
-            refuses(path, ".")
+            assert_rejected(path, ".")
         file.write_bytes(data)
     assert scan(open_checkpoint(path)) > 0
 
@@ -118,50 +118,50 @@ HUGE = 1 << 62
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_safetensors_headers_that_lie(header, body, message, tmp_path):
-    refuses(with_header(tmp_path / "a.safetensors", header, body), message)
+def test_invalid_safetensors_headers_raise(header, body, message, tmp_path):
+    assert_rejected(with_header(tmp_path / "a.safetensors", header, body), message)
 
 
 @pytest.mark.parametrize("length", [1 << 63, (1 << 64) - 1, TEXT + 1, 1000])
-def test_safetensors_header_lengths_that_lie(length, tmp_path):
-    refuses(with_header(tmp_path / "a.safetensors", b"{}", b"", length), "expected at most|truncated")
+def test_invalid_safetensors_header_lengths_raise(length, tmp_path):
+    assert_rejected(with_header(tmp_path / "a.safetensors", b"{}", b"", length), "expected at most|truncated")
 
 
-def test_a_header_as_large_as_the_limit_is_not_parsed_if_it_is_made_of_many_objects(tmp_path, monkeypatch):
+def test_header_of_too_many_objects_is_not_parsed(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PARSED", 1 << 20)
     for piece in (b"{}", b"[]", b"0"):
         header = b'{"a":[' + b",".join([piece] * (1 << 14)) + b"]}"
-        refuses(with_header(tmp_path / "a.safetensors", header), "MiB of memory; expected at most")
+        assert_rejected(with_header(tmp_path / "a.safetensors", header), "MiB of memory; expected at most")
 
 
-def test_too_many_tensors(tmp_path, monkeypatch):
+def test_too_many_tensors_raise(tmp_path, monkeypatch):
     monkeypatch.setattr("halfstep.inspection.files.TENSORS", 10)
     header = {str(i): entry(shape=(0,), offsets=(0, 0)) for i in range(11)}
-    refuses(with_header(tmp_path / "a.safetensors", header), "11 tensors; expected at most 10")
+    assert_rejected(with_header(tmp_path / "a.safetensors", header), "11 tensors; expected at most 10")
     assert TENSORS > 140_000
 
 
-def test_names_are_kept_as_they_are(tmp_path):
+def test_tensor_names_are_unchanged(tmp_path):
     names = ["", "\x1b[2J", "a\nb", "../../etc/passwd", "é", "a" * 10_000]
     save_file({name: torch.ones(1) for name in names}, tmp_path / "a.safetensors")
     assert {tensor.name for tensor in open_checkpoint(tmp_path / "a.safetensors").tensors} == set(names)
 
 
-def test_two_files_with_a_tensor_of_the_same_name(tmp_path):
+def test_duplicate_tensor_names_in_a_folder_raise(tmp_path):
     for name in "ab":
         save_file({"w": torch.ones(1)}, tmp_path / f"{name}.safetensors")
-    refuses(tmp_path, "two tensors are called 'w'; open its files one by one")
+    assert_rejected(tmp_path, "two tensors are called 'w'; open its files one by one")
 
 
-def test_tensors_that_claim_more_than_there_is(tmp_path, monkeypatch):
+def test_tensors_larger_than_their_files_raise(tmp_path, monkeypatch):
     monkeypatch.setattr(inspector, "SMALL", 1 << 16)
     torch.save(torch.ones(1).expand(1 << 20), tmp_path / "a.pt")
-    refuses(tmp_path / "a.pt", "claim 4194304 bytes and its files have .*; expected at most 64 times")
+    assert_rejected(tmp_path / "a.pt", "claim 4194304 bytes and its files have .*; expected at most 64 times")
     np.savez_compressed(tmp_path / "b.npz", np.zeros(1 << 20))
-    refuses(tmp_path / "b.npz", "Save expanded tensors contiguous, and arrays uncompressed")
+    assert_rejected(tmp_path / "b.npz", "Save expanded tensors contiguous, and arrays uncompressed")
 
 
-def test_a_file_that_changes_after_it_was_opened(tmp_path):
+def test_file_truncated_after_opening_raises(tmp_path):
     path = safetensors(tmp_path)
     checkpoint = open_checkpoint(path)
     tensor = next(tensor for tensor in checkpoint.tensors if tensor.name == "float32")
@@ -170,7 +170,7 @@ def test_a_file_that_changes_after_it_was_opened(tmp_path):
         list(tensor.chunks())
 
 
-def test_a_file_that_is_replaced_by_a_pipe_after_it_was_opened(tmp_path):
+def test_file_replaced_by_a_pipe_after_opening_raises(tmp_path):
     path = safetensors(tmp_path)
     checkpoint = open_checkpoint(path)
     path.unlink()
@@ -179,8 +179,8 @@ def test_a_file_that_is_replaced_by_a_pipe_after_it_was_opened(tmp_path):
         list(checkpoint.tensors[0].chunks())
 
 
-def test_a_file_that_shrinks_while_it_is_being_read(tmp_path, monkeypatch):
-    """The check is made before every map: here of 4 KiB, and the file shrinks between the first and the second."""
+def test_file_that_shrinks_during_reading_raises(tmp_path, monkeypatch):
+    """Files are checked before each map (4 KiB in this test); the file shrinks between the first and the second."""
     monkeypatch.setattr("halfstep.inspection.files._MAPPED", 1 << 12)
     save_file({"a": torch.ones(1 << 14)}, tmp_path / "a.safetensors")
     checkpoint = open_checkpoint(tmp_path / "a.safetensors")
@@ -195,29 +195,29 @@ OUTSIDE = ["../secret.safetensors", "/etc/passwd", "a/../../secret.safetensors",
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_an_index_that_leads_out_of_its_folder(name, tmp_path):
+def test_index_paths_outside_the_folder_raise(name, tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "secret.safetensors")
     home = tmp_path / "home"
     home.mkdir()
     (home / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    refuses(home, "expected one in its own folder")
+    assert_rejected(home, "expected one in its own folder")
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 5000, "missing"])
-def test_an_index_of_files_that_are_not_there(name, tmp_path):
+def test_index_of_missing_files_raises(name, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    refuses(tmp_path, "which is not there")
+    assert_rejected(tmp_path, "which is not there")
 
 
-def test_links_out_of_the_folder(tmp_path):
-    """Only the blobs beside the snapshots of a cache may be linked to: no other folder, no other file of the cache."""
+def test_links_out_of_the_folder_raise(tmp_path):
+    """Links may only lead to the blobs beside a cache's snapshots, not to other folders or files of the cache."""
     home = tmp_path / "cache" / "snapshots" / "1"
     home.mkdir(parents=True)
     (tmp_path / "cache" / "blobs").mkdir()
     for target in (tmp_path / "secret.safetensors", tmp_path / "cache" / "refs.safetensors"):
         save_file({"a": torch.ones(1)}, target)
         (home / "model.safetensors").symlink_to(target)
-        refuses(home, "a link to .*, out of the folder")
+        assert_rejected(home, "a link to .*, out of the folder")
         (home / "model.safetensors").unlink()
     save_file({"a": torch.ones(1)}, tmp_path / "cache" / "blobs" / "hash")
     (home / "model.safetensors").symlink_to("../../blobs/hash")
@@ -239,21 +239,21 @@ def test_links_out_of_the_folder(tmp_path):
         (lambda home: ((home / "config.json").unlink(), os.mkfifo(home / "config.json")), "not a regular file"),
     ],
 )
-def test_broken_folders(change, message, tmp_path):
+def test_broken_folders_raise(change, message, tmp_path):
     home = huggingface(tmp_path)
     change(home)
-    refuses(home, message)
+    assert_rejected(home, message)
 
 
-def test_a_folder_of_something_else_in_a_bin(tmp_path):
+def test_bin_file_of_unknown_kind_raises(tmp_path):
     (tmp_path / "weights.bin").write_bytes(b"something else")
-    refuses(tmp_path, "neither a safetensors file nor one of torch.save")
+    assert_rejected(tmp_path, "neither a safetensors file nor one of torch.save")
 
 
-def test_huge_json_files_are_not_read(tmp_path):
+def test_huge_json_files_raise(tmp_path):
     home = huggingface(tmp_path)
     os.truncate(home / "config.json", TEXT + 1)
-    refuses(home, "expected at most")
+    assert_rejected(home, "expected at most")
 
 
 def header_of(text, version=1):
@@ -289,34 +289,34 @@ def header_of(text, version=1):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_numpy_headers_that_lie(data, message, tmp_path):
+def test_invalid_numpy_headers_raise(data, message, tmp_path):
     (tmp_path / "a.npy").write_bytes(data)
-    refuses(tmp_path / "a.npy", message)
+    assert_rejected(tmp_path / "a.npy", message)
 
 
-def test_arrays_of_objects(tmp_path):
+def test_object_arrays_raise(tmp_path):
     class Runs:
         def __reduce__(self):
             return os.system, ("touch sentinel",)
 
     np.save(tmp_path / "a.npy", np.array([Runs()], object), allow_pickle=True)
-    refuses(tmp_path / "a.npy", "Python objects")
+    assert_rejected(tmp_path / "a.npy", "Python objects")
     np.savez(tmp_path / "a.npz", good=np.ones(2), bad=np.array([Runs()], object))
-    refuses(tmp_path / "a.npz", "array 'bad' holds Python objects")
+    assert_rejected(tmp_path / "a.npz", "array 'bad' holds Python objects")
 
 
-def test_zero_sizes_and_single_values(tmp_path):
+def test_empty_tensors_and_scalars_are_read(tmp_path):
     save_file({"a": torch.ones(0, 5), "b": torch.tensor(3.0), "c": torch.ones(2, 0)}, tmp_path / "a.safetensors")
     checkpoint = open_checkpoint(tmp_path / "a.safetensors")
     found = {tensor.name: (tensor.shape, tensor.numel, stored_bits(tensor)) for tensor in checkpoint.tensors}
     assert found == {"a": ((0, 5), 0, b""), "b": ((), 1, struct.pack("<f", 3)), "c": ((2, 0), 0, b"")}
 
 
-def test_an_open_pipe_does_not_block(tmp_path):
-    """A pipe with a writer at its other end is refused as well."""
+def test_open_pipe_is_rejected_without_blocking(tmp_path):
+    """Also a pipe with an open writer."""
     os.mkfifo(tmp_path / "a.gguf")
     other = os.open(tmp_path / "a.gguf", os.O_RDWR)
     try:
-        refuses(tmp_path / "a.gguf", "not a regular file")
+        assert_rejected(tmp_path / "a.gguf", "not a regular file")
     finally:
         os.close(other)

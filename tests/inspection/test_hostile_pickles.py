@@ -1,4 +1,4 @@
-"""Pickles that would run code, write, loop or fill the memory: refused by name, and nothing of them happens."""
+"""Pickles that would run code, write files, loop or exhaust memory are rejected by name without side effects."""
 
 import os
 import pickle
@@ -21,7 +21,7 @@ from halfstep.inspection.readers import torch_zip
 
 
 def archive(path, pickled: bytes, storages=(), prefix="archive/", **members):
-    """A zip archive as torch.save writes it, around a pickle of one's own."""
+    """A zip archive as torch.save writes it, around the given pickle."""
     with zipfile.ZipFile(path, "w") as file:
         file.writestr(f"{prefix}data.pkl", pickled)
         for name, data in {**{f"data/{i}": data for i, data in enumerate(storages)}, **members}.items():
@@ -29,14 +29,14 @@ def archive(path, pickled: bytes, storages=(), prefix="archive/", **members):
     return path
 
 
-def refuses(path, match):
+def assert_rejected(path, match):
     with nothing_but_reading(), pytest.raises(CheckpointError, match=match) as caught:
         open_checkpoint(path)
     return str(caught.value)
 
 
 class Calls:
-    """Pickles to a call of any function."""
+    """An object that pickles to a call of any function."""
 
     def __init__(self, function, *args):
         self.made = function, args
@@ -62,28 +62,28 @@ class Calls:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_whatever_is_no_tensor_is_refused_by_name(made, name, protocol, tmp_path, monkeypatch):
+def test_non_tensors_are_rejected_by_name(made, name, protocol, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = pickle.dumps({"weight": [made]}, protocol)
-    message = refuses(archive(tmp_path / "a.pt", data), "expected only tensors")
+    message = assert_rejected(archive(tmp_path / "a.pt", data), "expected only tensors")
     assert name in message
     assert "save its tensors as safetensors" in message
     assert not (tmp_path / "sentinel").exists()
 
 
-def test_a_module_that_torch_saved_whole(tmp_path):
+def test_pickled_module_is_rejected(tmp_path):
     torch.save(torch.nn.Sequential(torch.nn.Linear(1, 1)), tmp_path / "a.pt")
-    refuses(tmp_path / "a.pt", r"refers to 'torch.nn.modules.container.Sequential', expected only tensors")
+    assert_rejected(tmp_path / "a.pt", r"refers to 'torch.nn.modules.container.Sequential', expected only tensors")
 
 
-def test_a_distributed_folder_whose_metadata_would_run_code(tmp_path):
+def test_distributed_metadata_that_would_run_code_is_rejected(tmp_path):
     path = distributed(tmp_path)
     (path / ".metadata").write_bytes(pickle.dumps(Calls(os.system, "touch sentinel")))
-    refuses(path, "posix.system")
+    assert_rejected(path, "posix.system")
 
 
-def test_a_distributed_part_that_would_run_code(tmp_path):
-    """Parts have pickles of their own, which are read only with the values."""
+def test_distributed_part_that_would_run_code_is_rejected(tmp_path):
+    """Parts contain pickles of their own, which are read together with the values."""
     path = distributed(tmp_path)
     file = next(path.glob("*.distcp"))
     data = file.read_bytes()
@@ -94,8 +94,8 @@ def test_a_distributed_part_that_would_run_code(tmp_path):
         list(checkpoint.tensors[0].chunks())
 
 
-def test_a_memory_format_as_older_pythons_pickle_it():
-    """By getattr, which means nothing else: not another object's, not a chain of it, not one of its results."""
+def test_memory_format_pickled_by_getattr_is_read():
+    """Older Pythons pickle it by getattr; getattr of anything else or with other arguments is rejected."""
     member = Calls(getattr, _MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
     found = pickles.load(pickle.dumps(member, 4), torch_zip.ALLOWED, "it")
     assert found.name.endswith("._MEM_FORMAT_ENCODING")
@@ -105,9 +105,9 @@ def test_a_memory_format_as_older_pythons_pickle_it():
             pickles.load(pickle.dumps(hostile, 4), torch_zip.ALLOWED, "it")
 
 
-def test_bare_pickles_are_known_and_refused(tmp_path):
+def test_bare_pickles_are_rejected(tmp_path):
     (tmp_path / "a.bin").write_bytes(pickle.dumps(Calls(os.system, "touch sentinel")))
-    refuses(tmp_path / "a.bin", r"bare pickle.*weights_only=True")
+    assert_rejected(tmp_path / "a.bin", r"bare pickle.*weights_only=True")
 
 
 def legacy(path, made):
@@ -115,11 +115,11 @@ def legacy(path, made):
     return path
 
 
-def test_a_legacy_file_that_would_run_code(tmp_path, monkeypatch):
+def test_legacy_file_that_would_run_code_is_rejected(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = {"weight": torch.ones(3), "hook": Calls(os.system, "touch sentinel")}
-    assert "posix.system" in refuses(legacy(tmp_path / "a.pt", made), "expected only tensors")
-    refuses(legacy(tmp_path / "b.pt", torch.nn.Linear(1, 1)), "refers to 'torch.nn.modules.linear.Linear'")
+    assert "posix.system" in assert_rejected(legacy(tmp_path / "a.pt", made), "expected only tensors")
+    assert_rejected(legacy(tmp_path / "b.pt", torch.nn.Linear(1, 1)), "refers to 'torch.nn.modules.linear.Linear'")
     assert not (tmp_path / "sentinel").exists()
 
 
@@ -133,24 +133,24 @@ def test_a_legacy_file_that_would_run_code(tmp_path, monkeypatch):
         (b"K\x05\x85", b"K\x07\x85", "reach behind the end"),
     ],
 )
-def test_broken_legacy_files(old, new, message, tmp_path):
+def test_broken_legacy_files_raise(old, new, message, tmp_path):
     data = legacy(tmp_path / "a.pt", {"weight": torch.ones(5)}).read_bytes()
     assert old in data
     (tmp_path / "a.pt").write_bytes(data.replace(old, new))
-    refuses(tmp_path / "a.pt", message)
+    assert_rejected(tmp_path / "a.pt", message)
     (tmp_path / "a.pt").write_bytes(data[:-1])
-    refuses(tmp_path / "a.pt", "truncated")
+    assert_rejected(tmp_path / "a.pt", "truncated")
 
 
-def test_strings_of_python_2(tmp_path):
-    """As lpips ships them: bytes for names, and an integer in a line."""
+def test_python_2_strings_are_read(tmp_path):
+    """As in lpips's files: byte strings for names, and an integer on a line."""
     data = legacy(tmp_path / "a.pt", {"weight": torch.ones(5), "n": 77777}).read_bytes()
     old = data.replace(b"X\6\0\0\0weight", b"U\6weight").replace(b"J\xd1/\1\0", b"I77777\n")
     assert len(old) == len(data) - 3 + 2
     (tmp_path / "a.pt").write_bytes(old)
     assert [(t.name, t.shape) for t in open_checkpoint(tmp_path / "a.pt").tensors] == [("weight", (5,))]
     (tmp_path / "a.pt").write_bytes(old.replace(b"I77777\n", b"I7x777\n"))
-    refuses(tmp_path / "a.pt", "an integer '7x777'")
+    assert_rejected(tmp_path / "a.pt", "an integer '7x777'")
 
 
 def opcodes(*parts):
@@ -169,7 +169,7 @@ def tensor(offset=b"K\0", size=b"K\4\x85", stride=b"K\1\x85", storage=STORAGE, r
     return opcodes(rebuild, b"(", storage, offset, size, stride, b"\x89N", b"tR")
 
 
-def test_the_pickle_by_hand_is_a_good_one(tmp_path):
+def test_handwritten_pickle_is_valid(tmp_path):
     checkpoint = open_checkpoint(archive(tmp_path / "a.pt", tensor() + b".", [bytes(16)]))
     assert [(t.dtype, t.shape) for t in checkpoint.tensors] == [("float32", (4,))]
 
@@ -243,45 +243,45 @@ LONG = b"\x8b" + struct.pack("<i", 4000) + b"\x7f" * 4000
         (b"\x92.", "opcode"),
     ],
 )
-def test_broken_and_twisted_pickles(data, message, tmp_path):
-    refuses(archive(tmp_path / "a.pt", data, [bytes(16)]), message)
+def test_malformed_pickles_raise(data, message, tmp_path):
+    assert_rejected(archive(tmp_path / "a.pt", data, [bytes(16)]), message)
 
 
-def test_conjugates_are_refused(tmp_path):
+def test_conjugate_views_are_rejected(tmp_path):
     torch.save(torch.ones(2, dtype=torch.complex64).conj(), tmp_path / "a.pt")
-    refuses(tmp_path / "a.pt", "resolve_conj")
+    assert_rejected(tmp_path / "a.pt", "resolve_conj")
 
 
-def test_a_rebuilding_of_a_rebuilding_is_refused(tmp_path):
+def test_nested_rebuild_calls_are_rejected(tmp_path):
     rebuild = name("torch._tensor", "_rebuild_from_type_v2")
     twice = opcodes(rebuild, b"(", rebuild, name("torch", "Tensor"), b")N", b"tR.")
-    refuses(archive(tmp_path / "a.pt", twice), "a tensor with attributes is made of")
+    assert_rejected(archive(tmp_path / "a.pt", twice), "a tensor with attributes is made of")
 
 
-def test_a_dictionary_of_itself(tmp_path):
-    refuses(archive(tmp_path / "a.pt", b"}q\0X\1\0\0\0ah\0s."), "nested 65 deep")
+def test_self_referencing_dictionary_is_rejected(tmp_path):
+    assert_rejected(archive(tmp_path / "a.pt", b"}q\0X\1\0\0\0ah\0s."), "nested 65 deep")
 
 
-def test_lists_of_lists_that_multiply(tmp_path, monkeypatch):
-    """Forty levels of the same list twice are 2^40 elements in 200 bytes."""
+def test_exponentially_nested_lists_are_rejected(tmp_path, monkeypatch):
+    """Forty nested lists that each hold the previous one twice are 2^40 elements in 200 bytes."""
     monkeypatch.setattr(torch_objects, "_OBJECTS", 10_000)
     data = b"]q\0K\1a" + b"".join(b"]q%c(h%ch%ce" % (i, i - 1, i - 1) for i in range(1, 41)) + b"."
-    refuses(archive(tmp_path / "a.pt", data), "objects nested")
+    assert_rejected(archive(tmp_path / "a.pt", data), "objects nested")
 
 
-def test_long_names_that_multiply(tmp_path):
-    """A key of a megabyte over a thousand tensors would be names of a gigabyte."""
+def test_names_of_excessive_total_length_are_rejected(tmp_path):
+    """A key of one megabyte over a thousand tensors would give a gigabyte of names."""
     long = b"X" + struct.pack("<I", 1 << 20) + b"a" * (1 << 20)
     inner = b"}(" + b"".join(b"M" + struct.pack("<H", i) + b"h\0" for i in range(1000)) + b"u"
     data = tensor() + b"q\x000}" + long + inner + b"s."
-    refuses(archive(tmp_path / "a.pt", data, [bytes(16)]), "characters of names")
+    assert_rejected(archive(tmp_path / "a.pt", data, [bytes(16)]), "characters of names")
 
 
 @pytest.mark.parametrize(
     "piece", [b"}", b"]", b")", b"N", b"]q\0", b"X\0\0\0\0", b"(", b"K\1\x85", b"G" + bytes(8), b"\x8f"]
 )
-def test_objects_are_paid_for(piece, monkeypatch):
-    """Whatever a pickle is full of, the machine stops before its objects take more memory than they may."""
+def test_parsed_objects_count_against_the_memory_limit(piece, monkeypatch):
+    """Parsing stops before the objects of any pickle take more memory than the limit."""
     limit = 1 << 18
     monkeypatch.setattr(pickles, "PARSED", limit)
     data = piece * (limit // 16)
@@ -294,14 +294,14 @@ def test_objects_are_paid_for(piece, monkeypatch):
 
 
 def test_keys_are_never_hashed():
-    """Keys of one hash would take hours in a dictionary."""
+    """Keys with equal hashes would take hours in a dictionary."""
     same = [i * (2**61 - 1) for i in range(20_000)]
     keys = b"".join(b"\x8a\x0c" + key.to_bytes(12, "little") + b"N" for key in same)
     assert [key for key, _ in pickles.load(b"}(" + keys + b"u.", {}, "x").items] == same
 
 
-def test_states_of_random_numbers_are_passed_over_and_named(tmp_path):
-    """As transformers saves them: numpy's lie inside the pickle."""
+def test_random_states_are_skipped_with_a_remark(tmp_path):
+    """As transformers saves them; numpy's state lies inside the pickle."""
     saved = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
     for legacy_too in (True, False):
         torch.save(saved, tmp_path / "rng_state.pth", _use_new_zipfile_serialization=legacy_too)
@@ -311,7 +311,7 @@ def test_states_of_random_numbers_are_passed_over_and_named(tmp_path):
         assert checkpoint.remarks == ("not read: numpy arrays inside the pickle: 'numpy.1'",)
 
 
-def test_what_a_tensor_of_torchao_wraps(tmp_path):
+def test_inner_tensors_of_torchao_subclasses_are_read(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(64, 32))
     torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())

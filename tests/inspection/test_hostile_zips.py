@@ -1,4 +1,4 @@
-"""Zip archives whose table lies: bombs, overlaps, names that lead elsewhere, sizes of 64 bits."""
+"""Zip archives with invalid tables: bombs, overlapping members, paths outside the archive, 64-bit sizes."""
 
 import io
 import struct
@@ -16,13 +16,13 @@ from halfstep.inspection.files import File
 from halfstep.inspection.zips import members
 
 
-def refuses(path, match):
+def assert_rejected(path, match):
     with nothing_but_reading(), pytest.raises(CheckpointError, match=match):
         scan(open_checkpoint(path))
 
 
 def fields(data, entry=0):
-    """Where the central entry number `entry` and the end record lie."""
+    """The positions of the central entry number `entry` and of the end record."""
     at = -1
     for _ in range(entry + 1):
         at = data.index(b"PK\1\2", at + 1)
@@ -50,8 +50,8 @@ def array(count=4):
     return buffer.getvalue()
 
 
-def test_the_table_is_the_one_that_the_standard_library_reads(tmp_path):
-    """Archives of torch and of zipfile, one with a comment, one with the sizes of 64 bits, one inside another file."""
+def test_table_equals_the_standard_librarys(tmp_path):
+    """Archives of torch and zipfile, with a comment, with 64-bit sizes, and inside another file."""
     paths = [torch_zip(tmp_path), npz_deflated(tmp_path), tmp_path / "c.zip"]
     with zipfile.ZipFile(paths[2], "w") as file:
         file.comment = b"PK\5\6 a comment"[4:]
@@ -74,7 +74,7 @@ def test_the_table_is_the_one_that_the_standard_library_reads(tmp_path):
 
 
 @pytest.mark.slow
-def test_more_members_than_16_bits_count(tmp_path):
+def test_more_than_65535_members(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
         for i in range(1 << 16):
             file.writestr(f"{i}", b"")
@@ -99,10 +99,10 @@ def test_more_members_than_16_bits_count(tmp_path):
         (0, "<B", 0, "broken at byte"),
     ],
 )
-def test_entries_that_lie(offset, form, value, message, tmp_path):
+def test_invalid_central_entries_are_rejected(offset, form, value, message, tmp_path):
     path = plain(tmp_path / "a.npz", a=array(), b=array())
     at, _ = fields(path.read_bytes())
-    refuses(patched(path, (at + offset, form, value)), message)
+    assert_rejected(patched(path, (at + offset, form, value)), message)
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ def test_entries_that_lie(offset, form, value, message, tmp_path):
         (0, "<B", 0, "without its end"),
     ],
 )
-def test_ends_that_lie(offset, form, value, message, tmp_path):
+def test_invalid_end_records_are_rejected(offset, form, value, message, tmp_path):
     path = plain(tmp_path / "a.npz", a=array(), b=array())
     _, end = fields(path.read_bytes())
-    refuses(patched(path, (end + offset, form, value)), message)
+    assert_rejected(patched(path, (end + offset, form, value)), message)
 
 
-def test_a_table_of_64_bits_that_lies(tmp_path):
+def test_invalid_zip64_records_are_rejected(tmp_path):
     path = plain(tmp_path / "a.npz", a=array())
     data = path.read_bytes()
     _, end = fields(data)
@@ -132,85 +132,85 @@ def test_a_table_of_64_bits_that_lies(tmp_path):
     locator = struct.pack("<4sLQL", b"PK\6\7", 0, end, 1)
     path.write_bytes(data[:end] + end64 + locator + data[end:])
     patched(path, (len(path.read_bytes()) - 6, "<L", 0xFFFFFFFF))
-    refuses(path, f"{1 << 60} members")
+    assert_rejected(path, f"{1 << 60} members")
     patched(path, (end + len(end64) + 8, "<Q", 1 << 62))
-    refuses(path, "locator")
+    assert_rejected(path, "locator")
     patched(path, (end + len(end64) + 8, "<Q", 0))
-    refuses(path, "not where its locator says")
+    assert_rejected(path, "not where its locator says")
 
 
-def test_members_of_the_same_name(tmp_path):
+def test_duplicate_member_names_are_rejected(tmp_path):
     path = plain(tmp_path / "a.npz", a=array(), b=array())
     at, _ = fields(path.read_bytes(), 1)
-    refuses(patched(path, (at + 46, "<B", ord("a"))), "two members 'a.npy'")
+    assert_rejected(patched(path, (at + 46, "<B", ord("a"))), "two members 'a.npy'")
 
 
-def test_members_that_share_their_bytes(tmp_path):
-    """The bomb of David Fifield: many entries of the table on one member."""
+def test_overlapping_members_are_rejected(tmp_path):
+    """David Fifield's bomb: many table entries for one member."""
     path = plain(tmp_path / "a.npz", a=array(), b=array())
     data = path.read_bytes()
     (first, _), (second, _) = fields(data), fields(data, 1)
     (start,) = struct.unpack_from("<L", data, first + 42)
-    refuses(patched(path, (second + 42, "<L", start)), "overlaps")
+    assert_rejected(patched(path, (second + 42, "<L", start)), "overlaps")
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd.npy", "../a.npy", "x/../../a.npy", "..\\a.npy"])
-def test_names_that_lead_out(name, tmp_path):
+def test_member_paths_outside_the_archive_are_rejected(name, tmp_path):
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
         file.writestr(name, array())
-    refuses(tmp_path / "a.npz", "leads out of the archive")
+    assert_rejected(tmp_path / "a.npz", "leads out of the archive")
 
 
 @pytest.mark.parametrize("member", ["data.pkl", "data/0", "byteorder"])
-def test_compressed_members_of_torch(member, tmp_path):
+def test_compressed_members_of_torch_files_are_rejected(member, tmp_path):
     torch.save({"a": torch.zeros(10_000)}, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as old, zipfile.ZipFile(tmp_path / "b.pt", "w") as new:
         for info in old.infolist():
             packed = info.filename.endswith(member)
             new.writestr(info.filename, old.read(info), zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED)
-    refuses(tmp_path / "b.pt", "compressed")
+    assert_rejected(tmp_path / "b.pt", "compressed")
 
 
-def test_torch_archives_without_a_pickle_and_with_two(tmp_path):
+def test_torch_archives_need_exactly_one_pickle(tmp_path):
     for names, message in ((["a/x"], "0 members data.pkl"), (["a/data.pkl", "b/data.pkl"], "2 members data.pkl")):
         with zipfile.ZipFile(tmp_path / "a.pt", "w") as file:
             for name in names:
                 file.writestr(name, b"N.")
-        refuses(tmp_path / "a.pt", message)
+        assert_rejected(tmp_path / "a.pt", message)
 
 
-def test_a_byte_order_of_neither_kind(tmp_path):
+def test_unknown_byte_order_is_rejected(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.pt", "w") as file:
         file.writestr("a/data.pkl", b"N.")
         file.writestr("a/byteorder", b"middle")
-    refuses(tmp_path / "a.pt", "expected little or big")
+    assert_rejected(tmp_path / "a.pt", "expected little or big")
 
 
 def deflated(path, data, claims):
-    """An archive of one compressed array that claims to unpack to `claims` bytes."""
+    """An archive of one compressed array whose entry states `claims` bytes."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("a.npy", data)
     at, _ = fields(path.read_bytes())
     return patched(path, (at + 24, "<L", claims))
 
 
-def test_compressed_arrays_that_are_longer_or_shorter_than_they_claim(tmp_path):
+def test_compressed_arrays_of_wrong_length_are_rejected(tmp_path):
     good = array(1000)
     more = good + bytes(1 << 20)
-    refuses(deflated(tmp_path / "a.npz", more, len(good)), "longer than its array")
+    assert_rejected(deflated(tmp_path / "a.npz", more, len(good)), "longer than its array")
     claimed = good.replace(b"(1000,)", b"(9999,)")
-    refuses(deflated(tmp_path / "b.npz", claimed, len(claimed) + 4 * 8999), "ends early")
+    assert_rejected(deflated(tmp_path / "b.npz", claimed, len(claimed) + 4 * 8999), "ends early")
     path = deflated(tmp_path / "c.npz", good, len(good))
     start = members(File.of(path))["a.npy"].start
-    refuses(patched(path, (start + 300, "<Q", 2**64 - 1)), "is broken|ends early|longer")
+    assert_rejected(patched(path, (start + 300, "<Q", 2**64 - 1)), "is broken|ends early|longer")
 
 
-def test_compressed_columns(tmp_path):
+def test_compressed_fortran_order_is_rejected(tmp_path):
     np.savez_compressed(tmp_path / "a.npz", np.asfortranarray(np.ones((3, 4))))
-    refuses(tmp_path / "a.npz", "column by column; save it in C order")
+    assert_rejected(tmp_path / "a.npz", "column by column; save it in C order")
 
 
-def test_archives_that_are_cut_before_their_table(tmp_path):
+def test_archives_without_a_table_are_rejected(tmp_path):
     path = torch_zip(tmp_path)
     path.write_bytes(path.read_bytes()[:-100])
-    refuses(path, "without its end; it is truncated")
+    assert_rejected(path, "without its end; it is truncated")

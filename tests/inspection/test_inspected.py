@@ -1,4 +1,4 @@
-"""Checkpoints of known origin, trained by this library, are told apart: in all, and by role where they are mixed."""
+"""Checkpoints of known origin, trained by this library, are recognised, as a whole and by role if mixed."""
 
 import json
 import mmap
@@ -38,7 +38,7 @@ EXPECTED = {
     "fp8_in_128x128_blocks_saved_as_bf16": {"bfloat16 scaled float8_e4m3fn 128x128"},
     "fp8lm_o2": {"float32 full", "float32 scaled fp16"},
 }
-FINER = {  # than a quick look is
+FINER = {  # than --quick finds
     "fp8_times_scales_saved_as_bf16", "fp8_in_128x128_blocks_saved_as_bf16", "fp8lm_o2", "norms_fp32_rest_bf16",
 }  # fmt: skip
 SAID = {
@@ -54,7 +54,7 @@ SAID = {
 
 @pytest.fixture(scope="module")
 def origins(tmp_path_factory):
-    """Paths by the name that says the origin."""
+    """Paths of checkpoints, by the name of their origin."""
     paths = runpy.run_path(str(ROOT / "examples" / "known_origins.py"))["main"](tmp_path_factory.mktemp("origins"), 8)
     return {path.stem: path for path in paths}
 
@@ -67,7 +67,7 @@ def origins(tmp_path_factory):
     "fp8lm_o2",
 )
 @pytest.mark.parametrize("name", EXPECTED)
-def test_origin_is_told(origins, name):
+def test_origin_is_recognised(origins, name):
     report = halfstep.inspect(origins[name])
     assert set(report.verdict.kinds) == EXPECTED[name]
     assert report.verdict.confidence == "certain"
@@ -79,7 +79,7 @@ def test_every_origin_is_expected(origins):
 
 
 @pytest.mark.parametrize("name", ["norms_fp32_rest_bf16", "norms_fp32_rest_bf16_saved_as_fp32"])
-def test_mixed_by_role(origins, name):
+def test_mixed_origins_are_separated_by_role(origins, name):
     kinds = {role.role: set(role.verdict.kinds) for role in halfstep.inspect(origins[name]).roles}
     other = EXPECTED[name] - {"float32 full"}
     assert kinds == {"norm": {"float32 full"}} | dict.fromkeys(("head", "embedding", "attention", "mlp"), other)
@@ -87,22 +87,22 @@ def test_mixed_by_role(origins, name):
 
 @pytest.mark.quick("fp32", "fp32_cast_to_bf16_cast_to_fp16")
 @pytest.mark.parametrize("name", sorted(EXPECTED.keys() - FINER))
-def test_a_quick_look_says_the_same_of_the_weights(origins, name):
+def test_quick_origins_of_weights_equal_full_ones(origins, name):
     report, full = halfstep.inspect(origins[name], quick=True), halfstep.inspect(origins[name])
     found = {t.name: t.origin.key for t in report.tensors if t.shape and len(t.shape) == 2}
     assert found == {t.name: t.origin.key for t in full.tensors if t.name in found}
     assert all(tensor.statistics is None for tensor in report.tensors)
 
 
-def test_optimizer_state_has_its_roles(origins):
+def test_optimizer_states_have_roles(origins):
     roles = {role.role: role for role in halfstep.inspect(origins["bf16_with_its_master"]).roles}
     assert set(roles["master"].verdict.kinds) == set(roles["moments"].verdict.kinds) == {"float32 full"}
     assert roles["other"].verdict.confidence == "none"  # step counts
 
 
 @for_each("optimizer", ["AdamW", "Adagrad", "NAdam", "ASGD"])
-def test_a_file_of_optimizer_state_is_judged_by_its_moments(optimizer, tmp_path):
-    """torch's step counts, which are tensors beside the moments, are no model."""
+def test_optimizer_file_is_judged_by_its_moments(optimizer, tmp_path):
+    """Step counts are tensors, too, but no evidence."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     made = getattr(torch.optim, optimizer)(model.parameters())
     for _ in range(3):
@@ -114,8 +114,8 @@ def test_a_file_of_optimizer_state_is_judged_by_its_moments(optimizer, tmp_path)
 
 
 @for_each("dtype, most", [(torch.float32, (230, 190)), (torch.bfloat16, (280, 190)), (torch.float16, (240, 190))])
-def test_small_tensors_are_read_without_a_map_and_judged_in_few_calls_each(dtype, most, tmp_path, monkeypatch):
-    """A mixture of experts has 100,000 tensors: what is done for each weighs more than what is done for its values."""
+def test_small_tensors_take_no_map_and_few_calls(dtype, most, tmp_path, monkeypatch):
+    """A mixture of experts has 100,000 tensors, so the cost per tensor outweighs the cost per value."""
     torch.manual_seed(0)
     count = Counter()
 
@@ -127,7 +127,7 @@ def test_small_tensors_are_read_without_a_map_and_judged_in_few_calls_each(dtype
         path = tmp_path / f"{len(shape)}.safetensors"
         save_file({f"{i}": torch.randn(shape).to(dtype) for i in range(50)}, path)
         tensors = halfstep.inspection.open_checkpoint(path).tensors
-        list(read(tensors))  # what is kept of formats is kept from here on
+        list(read(tensors))  # warms the caches of formats
         sys.setprofile(profile)
         list(read(tensors))
         sys.setprofile(None)
@@ -136,7 +136,7 @@ def test_small_tensors_are_read_without_a_map_and_judged_in_few_calls_each(dtype
 
 
 @for_each("shape", [(16, 16), (64, 512), (8, 33), (1, 1), (65, 40), (20, 600)])
-def test_a_small_matrix_copied_whole_has_the_places_of_a_larger_one(shape):
+def test_small_and_stacked_matrices_have_equal_samples(shape):
     """A stack of one matrix is copied row by row."""
     x = torch.randn(shape)
     small, stacked = scan(InMemory(x)).places, scan(InMemory(x[None])).places
@@ -152,26 +152,26 @@ def saved(folder, tensors, config=None):
     return folder
 
 
-def test_a_config_that_the_bits_contradict(tmp_path):
+def test_config_dtype_that_the_bits_contradict_is_reported(tmp_path):
     weights = {"h.0.mlp.weight": torch.randn(64, 64).bfloat16().half()}
     report = halfstep.inspect(saved(tmp_path, weights, {"torch_dtype": "float16", "model_type": "gpt2"}))
     assert report.config_dtype == "float16"
     assert report.contradictions == ("config.json says float16; the bits say bf16 origin",)
 
 
-def test_a_config_that_names_another_type_than_the_file_has(tmp_path):
+def test_config_dtype_that_differs_from_the_file_is_reported(tmp_path):
     report = halfstep.inspect(saved(tmp_path, {"h.0.mlp.weight": torch.randn(64, 64)}, {"dtype": "bfloat16"}))
     assert report.contradictions == ("config.json says bfloat16; 100% of the values are stored as float32",)
 
 
 @pytest.mark.parametrize(("computes", "said"), [(("fp16",), True), (("bf16",), False), ((), False)])
-def test_knowledge_that_the_bits_contradict(tmp_path, computes, said):
+def test_known_precision_that_the_bits_contradict_is_reported(tmp_path, computes, said):
     folder = saved(tmp_path, {"h.0.mlp.weight": torch.randn(64, 64).bfloat16().float()})
     found = halfstep.inspect(folder, known=Known("a paper", computes)).contradictions
     assert found == (("a paper says trained in fp16; the bits say bf16 origin",) if said else ())
 
 
-def test_tied_and_equal_tensors_are_told(tmp_path):
+def test_tied_and_equal_tensors_are_reported(tmp_path):
     weight = torch.randn(64, 64)
     tensors = {"a": weight, "b": weight.clone(), "c": torch.ones(64), "d": torch.ones(64), "e": weight.t().contiguous()}
     found = {t.name: t for t in halfstep.inspect(saved(tmp_path, tensors)).tensors}
@@ -183,7 +183,7 @@ def test_tied_and_equal_tensors_are_told(tmp_path):
     assert halfstep.inspect(tmp_path / "tied.pt").numel == weight.numel()
 
 
-def test_casts_are_tried_where_they_are_asked_for(tmp_path):
+def test_requested_casts_are_tried(tmp_path):
     folder = saved(tmp_path, {"w": torch.randn(32, 64), "bias": torch.randn(64)})
     assert [one.total.format for one in halfstep.inspect(folder, casts=["nf4", "fp16"]).casts] == ["nf4", "fp16"]
     assert [name for name, _ in halfstep.inspect(folder, casts=["nf4"]).casts[0].worst] == ["w"]
@@ -211,12 +211,12 @@ def test_codes_of_an_unknown_layout_leave_no_verdict(codes, scales, tmp_path):
     assert "The rest: stored" in found.verdict.text
 
 
-def test_few_codes_beside_weights_are_told_and_change_no_confidence(tmp_path):
+def test_few_unknown_codes_do_not_lower_confidence(tmp_path):
     tensors = {"h.0.mlp.weight": torch.randn(256, 256), "h.1.mlp.W_q": torch.ones(256, 256, dtype=torch.uint8)}
     found = halfstep.inspect(saved(tmp_path, tensors))
     assert found.verdict.confidence == "certain"
     assert found.verdict.text.startswith("20% of the bytes are integers (uint8) of no known layout")
     assert "The rest: stored float32, full mantissas" in found.verdict.text
-    tensors["h.0.attn.bias"] = tensors.pop("h.1.mlp.W_q")[:8].bool()  # a mask is no code
+    tensors["h.0.attn.bias"] = tensors.pop("h.1.mlp.W_q")[:8].bool()  # masks are no codes
     (tmp_path / "b").mkdir()
     assert halfstep.inspect(saved(tmp_path / "b", tensors)).verdict.kinds == ("float32 full",)

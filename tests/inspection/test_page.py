@@ -9,7 +9,7 @@ from halfstep.inspection.page import to_html
 
 
 def rows(page: str, title: str) -> list[list[str]]:
-    """The cells of the first table below a title, without its head."""
+    """The body cells of the first table after a title."""
     table = page.split(title)[1].split("<tbody>")[1].split("</tbody>")[0]
     return [
         [re.sub(r"\s+", " ", cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL)]
@@ -17,10 +17,10 @@ def rows(page: str, title: str) -> list[list[str]]:
     ]
 
 
-def test_outliers_copies_and_the_worst_tensors_are_shown(tmp_path):
+def test_page_shows_outliers_copies_and_worst_tensors(tmp_path):
     weights = {f"layers.{i}.mlp.up_proj.weight": torch.randn(64, 64) * (1 + i) for i in range(12)}
     weights["layers.3.mlp.up_proj.weight"][:, 5] = 300.0
-    weights["layers.4.mlp.up_proj.weight"][:, :2] = 1e5  # too large for fp16
+    weights["layers.4.mlp.up_proj.weight"][:, :2] = 1e5  # overflows fp16
     weights["tied"], weights["copy<b>"] = (weights["layers.0.mlp.up_proj.weight"],) * 2
     weights["copy<b>"] = weights["copy<b>"].clone()
     torch.save(weights, tmp_path / "model.pt")
@@ -42,7 +42,7 @@ def test_outliers_copies_and_the_worst_tensors_are_shown(tmp_path):
     assert (worst[0], worst[2]) == ("layers.4.mlp.up_proj.weight", "128")
 
 
-def test_what_is_not_there_has_no_title(tmp_path):
+def test_page_omits_empty_sections(tmp_path):
     torch.save({"w": torch.randn(64, 64)}, tmp_path / "model.pt")
     page = to_html(halfstep.inspect(tmp_path / "model.pt"))
     assert "<h2>Tensors</h2>" in page

@@ -1,4 +1,4 @@
-"""The readers of folders: Hugging Face's, with and without an index and in its cache, and torch's distributed ones."""
+"""Readers of folders: Hugging Face's, with and without an index and in its cache, and torch's distributed ones."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def names(checkpoint):
     return sorted(tensor.name for tensor in checkpoint.tensors)
 
 
-def test_a_folder_with_an_index_and_a_config(tmp_path):
+def test_folder_with_index_and_config(tmp_path):
     checkpoint = open_checkpoint(huggingface(tmp_path))
     assert names(checkpoint) == ["a", "b"]
     assert checkpoint.kind == "Hugging Face folder"
@@ -40,12 +40,12 @@ def test_a_folder_with_an_index_and_a_config(tmp_path):
         assert stored_bits(tensor) == bits({"a": torch.ones(3), "b": torch.zeros(4)}[tensor.name])
 
 
-def test_the_index_alone(tmp_path):
+def test_index_file_is_opened_alone(tmp_path):
     checkpoint = open_checkpoint(huggingface(tmp_path) / "model.safetensors.index.json")
     assert (checkpoint.kind, names(checkpoint), checkpoint.config) == ("sharded index", ["a", "b"], None)
 
 
-def test_a_tensor_that_the_index_does_not_name_is_left_out_and_counted(tmp_path):
+def test_tensors_missing_from_the_index_are_skipped_and_counted(tmp_path):
     home = huggingface(tmp_path)
     save_file({"a": torch.ones(3), "c": torch.ones(1)}, home / "model-1.safetensors")
     checkpoint = open_checkpoint(home)
@@ -62,7 +62,7 @@ def test_a_tensor_that_the_index_does_not_name_is_left_out_and_counted(tmp_path)
         (["consolidated.bin"], "consolidated.bin"),
     ],
 )
-def test_the_weights_that_transformers_would_load(files, wanted, tmp_path):
+def test_preferred_weight_files_are_those_of_transformers(files, wanted, tmp_path):
     for name in files:
         tensors = {f"from {name}": torch.ones(1)}
         save_file(tensors, tmp_path / name) if name.endswith("safetensors") else torch.save(tensors, tmp_path / name)
@@ -70,13 +70,13 @@ def test_the_weights_that_transformers_would_load(files, wanted, tmp_path):
     assert names(open_checkpoint(tmp_path)) == [f"from {wanted}"]
 
 
-def test_all_files_of_a_folder_without_an_index(tmp_path):
+def test_folder_without_an_index_has_all_files(tmp_path):
     for name in "ab":
         save_file({name: torch.ones(1)}, tmp_path / f"{name}.safetensors")
     assert names(open_checkpoint(tmp_path)) == ["a", "b"]
 
 
-def test_the_cache_of_hugging_face_is_links_to_its_blobs(tmp_path):
+def test_links_to_blobs_of_the_hugging_face_cache(tmp_path):
     blobs, home = tmp_path / "models--x--y" / "blobs", tmp_path / "models--x--y" / "snapshots" / "0123" / "part"
     blobs.mkdir(parents=True)
     home.mkdir(parents=True)
@@ -87,7 +87,7 @@ def test_the_cache_of_hugging_face_is_links_to_its_blobs(tmp_path):
     assert names(open_checkpoint(home / "model.safetensors.index.json")) == ["a", "b"]
 
 
-def test_a_distributed_folder_as_torch_loads_it(tmp_path):
+def test_distributed_folder_equals_torchs_loading(tmp_path):
     path = distributed(tmp_path)
     checkpoint = open_checkpoint(path)
     reader = dcp.FileSystemReader(path)
@@ -97,7 +97,7 @@ def test_a_distributed_folder_as_torch_loads_it(tmp_path):
         if isinstance(entry, TensorStorageMetadata)
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is only one process
+        warnings.simplefilter("ignore")  # about there being one process
         dcp.load(wanted, storage_reader=reader, no_dist=True)
     assert names(checkpoint) == sorted(wanted)
     for tensor in checkpoint.tensors:
@@ -107,8 +107,8 @@ def test_a_distributed_folder_as_torch_loads_it(tmp_path):
 
 
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
-def test_a_distributed_folder_of_another_python(tmp_path, module):
-    """Python 3.13 names paths by the file they moved to."""
+def test_distributed_folder_of_another_python_version(tmp_path, module):
+    """Python 3.13 pickles paths under the module they moved to."""
     path = distributed(tmp_path)
     metadata = path / ".metadata"
     written = pickle.dumps(pickle.loads(metadata.read_bytes()), protocol=2)
@@ -123,7 +123,7 @@ GRID = [((0, 0), (3, 2)), ((0, 2), (3, 5)), ((3, 0), (1, 7)), ((4, 0), (2, 3)), 
 
 
 def sharded(folder, whole, grid):
-    """A distributed folder whose one tensor is stored in the parts of `grid`, as several ranks write them."""
+    """A distributed folder with one tensor stored in the parts of `grid`, as several ranks write it."""
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData as Data, WriteItem, WriteItemType
 
     properties = TensorProperties.create_from_tensor(whole)
@@ -148,7 +148,7 @@ def sharded(folder, whole, grid):
 
 
 @pytest.mark.parametrize("grid", [GRID, GRID[::-1], [((0, 0), (6, 7))], [((r, 0), (2, 7)) for r in (0, 2, 4)]])
-def test_parts_are_put_together_where_they_belong(grid, tmp_path):
+def test_parts_are_assembled_by_their_offsets(grid, tmp_path):
     whole = torch.arange(42, dtype=torch.bfloat16).reshape(6, 7)
     sharded(tmp_path, whole, grid)
     checkpoint = open_checkpoint(tmp_path)
@@ -157,7 +157,7 @@ def test_parts_are_put_together_where_they_belong(grid, tmp_path):
     assert stored_bits(tensor) == bits(whole)
 
 
-def test_parts_that_overlap_and_parts_that_are_missing(tmp_path):
+def test_overlapping_or_missing_parts_raise(tmp_path):
     whole = torch.arange(42.0).reshape(6, 7)
     sharded(tmp_path / "a", whole, [((0, 0), (3, 7)), ((2, 0), (3, 7))])
     checkpoint = open_checkpoint(tmp_path / "a")
@@ -169,7 +169,7 @@ def test_parts_that_overlap_and_parts_that_are_missing(tmp_path):
 
 
 @pytest.mark.parametrize("other", [torch.ones(3, 6), torch.ones(3, 7, dtype=torch.int32), [torch.ones(3, 7)]])
-def test_a_part_that_is_not_the_one_described(other, tmp_path):
+def test_part_that_differs_from_its_metadata_raises(other, tmp_path):
     sharded(tmp_path, torch.arange(42.0).reshape(6, 7), [((0, 0), (3, 7)), ((3, 0), (3, 7))])
     files = sorted(tmp_path.glob("*.distcp"))
     torch.save(other, tmp_path / "new")
@@ -180,7 +180,7 @@ def test_a_part_that_is_not_the_one_described(other, tmp_path):
         list(checkpoint.tensors[0].chunks())
 
 
-def test_an_index_that_is_none(tmp_path):
+def test_index_without_a_weight_map_raises(tmp_path):
     path = tmp_path / "a.index.json"
     for held in ({}, {"weight_map": []}, {"weight_map": {"a": 3}}):
         path.write_text(json.dumps(held))
@@ -188,8 +188,8 @@ def test_an_index_that_is_none(tmp_path):
             open_checkpoint(path)
 
 
-def test_what_trainers_leave_beside_an_adapter_is_no_weight(tmp_path):
-    """training_args.bin is a pickle of transformers' own; of other files what cannot be read is named."""
+def test_other_files_of_trainers_are_skipped(tmp_path):
+    """training_args.bin is a pickle of transformers; other files that cannot be read are named in a remark."""
     torch.save({"lora_A.weight": torch.ones(3)}, tmp_path / "adapter_model.bin")
     (tmp_path / "training_args.bin").write_bytes(pickle.dumps(Path("x")))
     checkpoint = open_checkpoint(tmp_path)

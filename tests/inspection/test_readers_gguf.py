@@ -1,7 +1,6 @@
-"""GGUF: the header, and its block types against decoders written from the layouts one value at a time.
+"""GGUF: the header, and block types against decoders written from the layouts, one value at a time.
 
-The decoders of halfstep were also compared with those of the gguf package (0.19) on random blocks: the same bits.
-"""
+halfstep's decoders were also compared with those of the gguf package (0.19) on random blocks, with equal bits."""
 
 import hashlib
 import struct
@@ -21,7 +20,7 @@ def half(block, at):
 
 
 def nibble(block, at, i, width=16):
-    """The i-th code of 32 from byte `at`: first the low halves of 16 bytes (or `width`), then their high halves."""
+    """The i-th 4-bit code after byte `at`: the low halves of `width` bytes come first, then their high halves."""
     return block[at + i % width] >> (4 if i >= width else 0) & 15
 
 
@@ -34,7 +33,7 @@ def signed(byte):
 
 
 def scale_k4(block, j):
-    """The j-th scale and minimum of a block of q4_k or q5_k: get_scale_min_k4 of ggml-quants.c."""
+    """The j-th scale and minimum of a q4_k or q5_k block: get_scale_min_k4 of ggml-quants.c."""
     q = block[4:16]
     if j < 4:
         return q[j] & 63, q[j + 4] & 63
@@ -88,7 +87,7 @@ def iq4_xs(b, i):
 
 
 def tq1_0(b, i):
-    """Digits of base 3, of which a byte holds five as a fraction of 256."""
+    """Base-3 digits; a byte holds five of them as a fraction of 256."""
     if i < 160:
         at, digit = i % 32, i // 32
     elif i < 240:
@@ -106,7 +105,7 @@ def nvfp4(b, i):
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
-BY_HAND = {
+REFERENCE = {
     "q4_0": lambda b, i: half(b, 0) * (nibble(b, 2, i) - 8),
     "q4_1": lambda b, i: half(b, 0) * nibble(b, 4, i) + half(b, 2),
     "q5_0": lambda b, i: half(b, 0) * (nibble(b, 6, i) + 16 * bit(b, 2, i) - 16),
@@ -128,7 +127,7 @@ BY_HAND = {
 
 
 def tame(block, name):
-    """The same block with scales between 1 and 2, so that double precision decides what float32 should be near."""
+    """The same block with scales between 1 and 2, so that float64 results are a close reference."""
     block = bytearray(block)
     if name == "q8_k":
         return struct.pack("<f", 1.25) + bytes(block[4:])
@@ -152,8 +151,8 @@ def tame(block, name):
     return bytes(block)
 
 
-@pytest.mark.parametrize("name", BY_HAND)
-def test_blocks_decode_to_the_values_of_their_layout(name, tmp_path):
+@pytest.mark.parametrize("name", REFERENCE)
+def test_block_types_decode_like_reference_decoders(name, tmp_path):
     number, values, nbytes = GGUF_TYPES[name]
     random = np.random.default_rng(11)
     blocks = [tame(random.bytes(nbytes), name) for _ in range(6)]
@@ -162,8 +161,8 @@ def test_blocks_decode_to_the_values_of_their_layout(name, tmp_path):
     (tensor,) = checkpoint.tensors
     assert (tensor.dtype, tensor.shape, tensor.nbytes) == (name, (3, 2 * values), 6 * nbytes)
     found = np.frombuffer(stored_bits(tensor), np.float32)
-    wanted = np.array([BY_HAND[name](block, i) for block in blocks for i in range(values)])
-    terms = np.abs(wanted) + (64 * 2 if "k" in name or name.endswith("1") else 0)  # a difference loses what both have
+    wanted = np.array([REFERENCE[name](block, i) for block in blocks for i in range(values)])
+    terms = np.abs(wanted) + (64 * 2 if "k" in name or name.endswith("1") else 0)  # differences lose digits
     assert (np.abs(found - wanted) <= terms * 2.0**-22).all()
     assert len(np.unique(wanted)) > (2 * 6 if name.startswith("tq") else values // 4)
 
@@ -178,7 +177,8 @@ ORACLE = {
     "iq1_m": "d8a15f99aa77fac7", "tq1_0": "0495327759676316", "tq2_0": "abf95d447894f15c",
     "mxfp4": "c1d4989ab32c03f9", "nvfp4": "4c29ad87a06b43ea",
 }  # fmt: skip
-"""Digests of what `gguf.quants.dequantize` (package gguf 0.19.0) makes of the blocks below; zeros have no sign."""
+"""Digests of the values that `gguf.quants.dequantize` (package gguf 0.19.0) decodes from the blocks below; -0 counts as
+0."""
 
 
 def blocks_of(kind):
@@ -191,26 +191,26 @@ def digest(values):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in BLOCKS.values() if kind.name in ORACLE], ids=lambda kind: kind.name)
-def test_any_blocks_decode_bit_for_bit_to_what_the_package_gguf_makes_of_them(kind):
-    with np.errstate(all="ignore"):  # infinite and NaN scales
+def test_random_blocks_decode_bit_for_bit_like_the_gguf_package(kind):
+    with np.errstate(all="ignore"):  # scales are infinite or NaN
         assert digest(kind.decode(blocks_of(kind)).ravel()) == ORACLE[kind.name]
 
 
-def test_every_decoder_but_one_has_that_oracle():
-    """The package has none for q8_k, which is compared by hand alone."""
+def test_all_decoders_but_q8_k_have_a_digest():
+    """The package has no decoder for q8_k; only the one written here covers it."""
     assert {kind.name for kind in BLOCKS.values() if kind.decode} - set(ORACLE) == {"q8_k"}
 
 
 @pytest.mark.parametrize("number", [number for number, kind in BLOCKS.items() if kind.name in ORACLE])
-def test_the_oracle_itself_where_it_is_installed(number):
+def test_digests_equal_the_installed_gguf_package(number):
     quants = pytest.importorskip("gguf.quants")
     kind, data = BLOCKS[number], blocks_of(BLOCKS[number])
     with np.errstate(all="ignore"):
         assert digest(quants.dequantize(data, number).ravel()) == ORACLE[kind.name]
 
 
-def test_every_type_of_a_file_is_known_and_what_has_no_decoder_is_named(tmp_path):
-    """ggml's own sizes: 40 and 41 came last; q8_k has its scale in float32 and sixteen sums."""
+def test_all_types_are_listed_and_undecoded_ones_are_named(tmp_path):
+    """Sizes by ggml: types 40 and 41 are its newest; a q8_k block has a float32 scale and sixteen sums."""
     sizes = {15: (256, 292), 16: (256, 66), 19: (256, 50), 29: (256, 56), 35: (256, 66), 40: (64, 36), 41: (128, 18)}
     assert {number: (BLOCKS[number].values, BLOCKS[number].nbytes) for number in sizes} == sizes
     entries = [(kind.name, (2, kind.values), number, bytes(2 * kind.nbytes)) for number, kind in BLOCKS.items()]
@@ -223,7 +223,7 @@ def test_every_type_of_a_file_is_known_and_what_has_no_decoder_is_named(tmp_path
     assert report.verdict.confidence == "named"
 
 
-def test_infinite_scales_decode_without_a_warning(tmp_path):
+def test_infinite_scales_decode_without_warnings(tmp_path):
     (tmp_path / "a.gguf").write_bytes(gguf_bytes([("w", (32,), 2, b"\x00\x7c" + b"\x08" * 16)]))
     checkpoint = open_checkpoint(tmp_path / "a.gguf")
     found = np.frombuffer(stored_bits(checkpoint.tensors[0]), np.float32)
@@ -246,7 +246,7 @@ def test_header_plain_types_and_metadata(tmp_path):
     assert all(stored_bits(tensor) in data for tensor in plain)
 
 
-def test_version_2_and_another_alignment(tmp_path):
+def test_version_2_and_alignment_64(tmp_path):
     pairs = [("general.alignment", 4, struct.pack("<I", 64))]
     entries = [
         ("a", (3,), 0, np.arange(3, dtype="<f4").tobytes()),
@@ -257,7 +257,7 @@ def test_version_2_and_another_alignment(tmp_path):
     assert [stored_bits(tensor) for tensor in checkpoint.tensors] == [data for *_, data in entries]
 
 
-def test_a_type_without_a_decoder_is_listed_but_not_read(tmp_path):
+def test_type_without_a_decoder_is_listed_but_not_read(tmp_path):
     (tmp_path / "a.gguf").write_bytes(gguf_bytes([("w", (256,), 9, bytes(320))]))
     checkpoint = open_checkpoint(tmp_path / "a.gguf")
     assert (checkpoint.tensors[0].dtype, checkpoint.tensors[0].nbytes) == ("q8_1", 320)
@@ -293,7 +293,7 @@ def test_a_type_without_a_decoder_is_listed_but_not_read(tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_broken_headers(data, message, tmp_path):
+def test_broken_headers_raise(data, message, tmp_path):
     (tmp_path / "a.gguf").write_bytes(data)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path / "a.gguf")

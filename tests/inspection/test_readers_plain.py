@@ -1,4 +1,4 @@
-"""The readers of single files give the bits that the format's own library gives."""
+"""Readers of single files return the same bits as the format's own library."""
 
 import argparse
 import zipfile
@@ -31,13 +31,13 @@ def same(checkpoint, stored, tensor):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_recognised_and_by_one_reader_only(kind, tmp_path):
+def test_every_kind_is_recognised_by_exactly_one_reader(kind, tmp_path):
     path = KINDS[kind](tmp_path)
     known = [name for name, reader in readers().items() if reader.recognises(path)]
     assert known == [open_checkpoint(path).kind]
 
 
-def test_safetensors_as_its_library_reads_it(tmp_path):
+def test_safetensors_equals_its_library(tmp_path):
     path = safetensors(tmp_path)
     checkpoint = open_checkpoint(path)
     assert checkpoint.metadata == {"format": "pt"}
@@ -47,8 +47,8 @@ def test_safetensors_as_its_library_reads_it(tmp_path):
         assert all(same(checkpoint, stored[name], file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
 
 
-def test_safetensors_of_packed_types(tmp_path):
-    """Four- and six-bit types are listed with the shape of their values, and read as their bytes."""
+def test_safetensors_with_packed_types(tmp_path):
+    """4- and 6-bit types are listed with the shape of their values and read as bytes."""
     header = b'{"a":{"dtype":"F4","shape":[2,4],"data_offsets":[0,4]},'
     header += b'"b":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[4,7]}}'
     (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abcdefg")
@@ -65,11 +65,11 @@ SPARSE = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-"""The parts of a sparse tensor by its layout."""
+"""The component tensors of each sparse layout."""
 
 
 def leaves(value, name=""):
-    """The tensors of what torch.load gives, by the names that the reader gives them."""
+    """The tensors of a torch.load result, under the names that the reader gives them."""
     if isinstance(value, torch.Tensor) and value.layout in SPARSE:
         value = {part.strip("_"): getattr(value, part)() for part in SPARSE[value.layout]}
     if isinstance(value, torch.Tensor):
@@ -79,7 +79,7 @@ def leaves(value, name=""):
             yield from leaves(item, f"{name}.{key}".removeprefix("."))
 
 
-def test_torch_zip_as_torch_loads_it(tmp_path):
+def test_torch_zip_equals_torch_load(tmp_path):
     path = torch_zip(tmp_path)
     checkpoint, wanted = open_checkpoint(path), dict(leaves(torch.load(path, weights_only=True)))
     stored = by_name(checkpoint)
@@ -89,9 +89,9 @@ def test_torch_zip_as_torch_loads_it(tmp_path):
         assert same(checkpoint, stored[name], tensor), name
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")  # torch says that these layouts are in beta
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch warns that these layouts are in beta
 @for_each("zipped", [True, False])
-def test_sparse_tensors_of_each_layout(zipped, tmp_path):
+def test_sparse_tensors_of_every_layout(zipped, tmp_path):
     dense = torch.arange(32.0).reshape(4, 8) * (torch.arange(32).reshape(4, 8) % 3 == 0)
     blocks = {torch.sparse_bsr: (2, 4), torch.sparse_bsc: (2, 4)}
     held = {str(layout): dense.to_sparse(layout=layout, blocksize=blocks.get(layout)) for layout in SPARSE}
@@ -103,15 +103,15 @@ def test_sparse_tensors_of_each_layout(zipped, tmp_path):
     assert stored["torch.sparse_bsr.values"].shape == held["torch.sparse_bsr"].values().shape
 
 
-def test_options_and_numbers_of_numpy_beside_the_tensors(tmp_path):
+def test_namespaces_and_numpy_scalars_are_skipped(tmp_path):
     held = {"args": argparse.Namespace(lr=0.1), "loss": np.float64(0.5), 3: {None: torch.ones(1), 2**70: torch.ones(2)}}
     torch.save(held, tmp_path / "a.pt")
     assert list(by_name(open_checkpoint(tmp_path / "a.pt"))) == ["3.(NoneType)", "3.(int)"]
 
 
 @for_each("zipped", [True, False])
-def test_options_and_logs_of_the_standard_library_beside_the_tensors(zipped, tmp_path):
-    """None of these can run code. What they hold is listed; a path, a slice or a date holds nothing."""
+def test_standard_library_objects_beside_tensors(zipped, tmp_path):
+    """None of these can run code. Their tensors are listed; paths, slices and dates hold none."""
     log = defaultdict(list, {"loss": [torch.ones(3)]})
     log["empty"], weights = deque([torch.ones(4)], maxlen=9), {"w": torch.ones(5), "v": torch.ones(6)}
     held = {
@@ -131,7 +131,7 @@ def test_options_and_logs_of_the_standard_library_beside_the_tensors(zipped, tmp
     }  # fmt: skip
 
 
-def test_a_file_is_known_by_what_it_holds(tmp_path):
+def test_file_kind_is_recognised_by_content(tmp_path):
     for name, kind in (
         ("safetensors", "safetensors"),
         ("torch_zip", "torch zip"),
@@ -142,7 +142,7 @@ def test_a_file_is_known_by_what_it_holds(tmp_path):
         assert open_checkpoint(tmp_path / "weights").kind == kind
 
 
-def test_tied_tensors_share_their_storage_and_views_do_not(tmp_path):
+def test_tied_tensors_share_a_storage_and_views_do_not(tmp_path):
     stored = by_name(open_checkpoint(torch_zip(tmp_path)))
     assert stored["model.a.weight"].storage == stored["model.b.weight"].storage
     held = torch.arange(6.0)
@@ -152,7 +152,7 @@ def test_tied_tensors_share_their_storage_and_views_do_not(tmp_path):
     assert len(set(found.values())) == 3
 
 
-def test_a_file_of_one_tensor(tmp_path):
+def test_file_of_one_tensor(tmp_path):
     torch.save(torch.arange(3), tmp_path / "a.pt")
     checkpoint = open_checkpoint(tmp_path / "a.pt")
     assert [tensor.name for tensor in checkpoint.tensors] == ["tensor"]
@@ -161,7 +161,7 @@ def test_a_file_of_one_tensor(tmp_path):
 
 @pytest.mark.parametrize("step", [64, 1 << 12, 1 << 22])
 def test_strides_are_gathered_in_row_major_order(step, tmp_path):
-    """Steps, transposed axes and expanded ones; a gathering of several slabs."""
+    """Strided, transposed and expanded views; large ones are gathered in several slabs."""
     x = torch.randn(3, 50, 41)
     views = {"a": x.permute(2, 0, 1), "b": x[::2, 3:, 1::7], "c": x[:, :1].expand(3, 60, 41), "d": x.mT[1:, 4:30]}
     torch.save(views, tmp_path / "a.pt")
@@ -172,7 +172,7 @@ def test_strides_are_gathered_in_row_major_order(step, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 100, 1000])
-def test_values_do_not_depend_on_how_much_is_mapped_and_gathered(size, kind, tmp_path, monkeypatch):
+def test_values_do_not_depend_on_map_and_gather_sizes(size, kind, tmp_path, monkeypatch):
     checkpoint = open_checkpoint(KINDS[kind](tmp_path))
     wanted = [stored_bits(tensor) for tensor in checkpoint.tensors]
     monkeypatch.setattr(files, "_MAPPED", size)
@@ -180,7 +180,7 @@ def test_values_do_not_depend_on_how_much_is_mapped_and_gathered(size, kind, tmp
     assert [stored_bits(tensor, 16) for tensor in checkpoint.tensors] == wanted
 
 
-def test_slabs_follow_one_another_whatever_fits(monkeypatch):
+def test_slabs_cover_an_array_in_order(monkeypatch):
     x = np.arange(2 * 3 * 5 * 4).reshape(2, 3, 5, 4)
     for limit in (1, 3, 8, 40, 100, 10_000):
         monkeypatch.setattr(files, "_GATHERED", limit * 8)
@@ -189,8 +189,8 @@ def test_slabs_follow_one_another_whatever_fits(monkeypatch):
         assert np.array_equal(np.concatenate(parts), x.reshape(-1))
 
 
-def test_a_big_endian_archive_of_torch(tmp_path):
-    """An archive that says so is read with its bytes turned."""
+def test_big_endian_torch_archive(tmp_path):
+    """Bytes of an archive marked big-endian are swapped."""
     torch.save({"a": torch.arange(5.0)}, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as old, zipfile.ZipFile(tmp_path / "b.pt", "w") as new:
         for info in old.infolist():
@@ -203,7 +203,7 @@ def test_a_big_endian_archive_of_torch(tmp_path):
 
 
 @pytest.mark.parametrize("build", [npz, npz_deflated])
-def test_npz_as_numpy_loads_it(build, tmp_path):
+def test_npz_equals_numpys_loading(build, tmp_path):
     path = build(tmp_path)
     checkpoint = open_checkpoint(path)
     with np.load(path) as wanted:
@@ -214,7 +214,7 @@ def test_npz_as_numpy_loads_it(build, tmp_path):
             assert stored_bits(stored) == np.ascontiguousarray(array, array.dtype.newbyteorder("=")).tobytes()
 
 
-def test_npy_as_numpy_loads_it(tmp_path):
+def test_npy_equals_numpys_loading(tmp_path):
     checkpoint = open_checkpoint(npy(tmp_path))
     (stored,) = checkpoint.tensors
     assert (stored.name, stored.shape, stored.dtype) == ("a", (4, 6), "float32")
@@ -230,6 +230,6 @@ def test_pieces_are_read_only_views_of_the_file(tmp_path):
         piece[0] = 1
 
 
-def test_what_training_saves_has_all_its_tensors(tmp_path):
+def test_training_checkpoint_has_all_its_tensors(tmp_path):
     names = set(by_name(open_checkpoint(torch_zip(tmp_path))))
     assert {name for name, _ in leaves(nested())} == names

@@ -1,4 +1,4 @@
-"""Roles of tensors, by names from the model families in use."""
+"""Roles of tensors from their names, for model families in use."""
 
 import pytest
 
@@ -65,16 +65,16 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize(("role", "name"), [(role, name) for role, names in EXPECTED.items() for name in names])
-def test_role_of_a_name(role, name):
+def test_role_of_names(role, name):
     assert role_of(name) == role
 
 
-def test_every_role_is_tested_and_weights_are_roles():
+def test_all_roles_are_tested():
     assert set(EXPECTED) == set(NAMES)
     assert set(WEIGHTS) < set(NAMES)
 
 
 def test_names_of_any_length_are_read_in_linear_time():
-    """A pattern that tried every end of such a part took 20 s at 99 KB; these would take hours."""
+    """A pattern that tried every end of a part took 20 s at 99 KB; these names would take hours."""
     for part in ("layer_norm_", "norm_", "a_embedding_", "router", "mlp_ffn_", "mu."):
         assert role_of(part * 40_000 + "!") in NAMES

@@ -1,4 +1,4 @@
-"""Quantised layouts are named: written as other libraries write them, or by hand from their sources."""
+"""Quantized layouts are recognised; the files are written by other libraries or by hand from their sources."""
 
 import json
 
@@ -132,7 +132,7 @@ LAYOUTS: dict[str, tuple[Parts, str, int, str, float]] = {
 
 
 @pytest.mark.parametrize(("kind", "nested", "bits"), [("nf4", False, 4.5), ("nf4", True, 4.125), ("fp4", True, 4.125)])
-def test_what_bitsandbytes_writes_is_named(tmp_path, kind, nested, bits):
+def test_bitsandbytes_layers_are_named(tmp_path, kind, nested, bits):
     layer = bitsandbytes.nn.Linear4bit(256, 512, bias=False, quant_type=kind, compress_statistics=nested).to("cpu")
     report = halfstep.inspect(saved(tmp_path, {Q: layer.state_dict()}))
     (found,) = report.schemes
@@ -157,7 +157,7 @@ Q, UP = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"
 
 @pytest.mark.quick("nvfp4, modelopt", "mxfp4, gpt-oss", "bitsandbytes int8", "gptq, 8 bits", "awq", "packed int8")
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_is_named(tmp_path, name):
+def test_layouts_are_named(tmp_path, name):
     parts, scheme, values, text, bits = LAYOUTS[name]
     report = halfstep.inspect(saved(tmp_path, {Q: parts, UP: parts}))
     (found,) = report.schemes
@@ -178,18 +178,18 @@ def test_a_layout_is_named(tmp_path, name):
 DEEPSEEK = {"weight": e4m3(256, 384), "weight_scale_inv": scales(2, 3)}
 
 
-def test_a_layer_without_its_scale_is_found(tmp_path):
+def test_layer_without_its_scale_is_found(tmp_path):
     report = halfstep.inspect(saved(tmp_path, {Q: DEEPSEEK, UP: {"weight": DEEPSEEK["weight"]}}))
     assert report.findings == (f"{UP}.weight (fine-grained FP8): no weight_scale_inv beside it",)
     assert report.schemes[0].layers == 1
 
 
-def test_a_scale_without_its_codes_is_found(tmp_path):
+def test_scale_without_its_codes_is_found(tmp_path):
     report = halfstep.inspect(saved(tmp_path, {Q: DEEPSEEK, UP: {"weight_scale_inv": scales(2, 3)}}))
     assert report.findings == (f"{UP}.weight_scale_inv (fine-grained FP8): a scale without codes",)
 
 
-def test_a_part_that_is_missing_is_found(tmp_path):
+def test_missing_second_level_scale_is_found(tmp_path):
     nvfp4 = dict(LAYOUTS["nvfp4, modelopt"][0])
     del nvfp4["weight_scale_2"]
     report = halfstep.inspect(saved(tmp_path, {Q: nvfp4}))
@@ -198,7 +198,7 @@ def test_a_part_that_is_missing_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_shapes_that_do_not_fit_are_found(tmp_path, name):
+def test_scales_of_wrong_shape_are_found(tmp_path, name):
     parts = LAYOUTS[name][0]
     scale = next(part for part in parts if "scale" in part or part == "SCB")
     report = halfstep.inspect(saved(tmp_path, {Q: {**parts, scale: scales(3, 11).to(parts[scale].dtype)}}))
@@ -208,7 +208,7 @@ def test_shapes_that_do_not_fit_are_found(tmp_path, name):
     assert report.schemes == ()
 
 
-def test_scales_that_are_not_finite_are_found(tmp_path):
+def test_nonfinite_scales_are_found(tmp_path):
     broken = {**DEEPSEEK, "weight_scale_inv": torch.tensor([[1.0, torch.nan, 2.0], [1.0, torch.inf, 3.0]])}
     report = halfstep.inspect(saved(tmp_path, {Q: broken}))
     assert report.findings == (f"{Q}.weight_scale_inv: 2 of 6 scales are not finite",)
@@ -253,13 +253,13 @@ PACKED = "packed int: int4 codes with a bfloat16 scale for each 1x32 block"
         (None, "odd", None),
     ],
 )
-def test_what_config_json_says_is_compared(tmp_path, name, declared, said):
+def test_quantization_config_is_compared_with_the_files(tmp_path, name, declared, said):
     layers = {Q: LAYOUTS[name][0]} if name else {}
     report = halfstep.inspect(saved(tmp_path, layers, {"quantization_config": declared}))
     assert report.contradictions == (() if said is None else (f"config.json {said}",))
 
 
-def test_codes_of_plain_types_are_no_layers(tmp_path):
+def test_fp8_tensors_without_scales_are_no_layers(tmp_path):
     plain = {"weight": e4m3(64, 32), "bias": scales(64)}
     layers = {Q: plain, UP: {"weight": torch.randn(8, 8), "step": codes(3)}}
     report = halfstep.inspect(saved(tmp_path, layers, {"dtype": "float8_e4m3fn"}))
@@ -269,7 +269,7 @@ def test_codes_of_plain_types_are_no_layers(tmp_path):
 @pytest.mark.quick("awq-shape4", "packed int4-shape2", "packed int4-shape3", "torchao float8-shape3")
 @pytest.mark.parametrize("shape", [(), (0,), (0, 4), (3,), (2, 0, 4)])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_odd_shapes_are_findings_or_nothing(tmp_path, name, shape):
+def test_degenerate_shapes_do_not_raise(tmp_path, name, shape):
     parts = LAYOUTS[name][0]
     odd = {part: torch.zeros(shape).to(tensor.dtype) for part, tensor in parts.items()}
     report = halfstep.inspect(saved(tmp_path, {Q: odd}))
@@ -277,7 +277,7 @@ def test_odd_shapes_are_findings_or_nothing(tmp_path, name, shape):
     assert all(scheme.values > 0 for scheme in report.schemes)
 
 
-def test_layers_are_shown(tmp_path):
+def test_layers_are_shown_in_text_and_page(tmp_path):
     report = halfstep.inspect(saved(tmp_path, {Q: DEEPSEEK, UP: {"weight": DEEPSEEK["weight"]}}))
     text = " ".join(text_of(report, True, None).split())
     assert "1 fine-grained FP8 layer of 8.002 bits a weight, 98,304 weights: float8_e4m3fn codes" in text

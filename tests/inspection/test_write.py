@@ -1,4 +1,4 @@
-"""A checkpoint that is cast and written reads back as the cast of every tensor, and appears whole or not at all."""
+"""A written cast reads back as the cast of every tensor, and its file appears whole or not at all."""
 
 import json
 
@@ -40,7 +40,7 @@ def cast(checkpoint, target, path):
 
 
 @pytest.mark.parametrize(("target", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_quantised_types_of_gguf_are_decoded(tmp_path, target, dtype):
+def test_quantized_gguf_types_are_decoded(tmp_path, target, dtype):
     checkpoint = open_checkpoint(gguf(tmp_path))
     assert cast(checkpoint, target, tmp_path / "out.safetensors").copied == 0
     found = load_file(tmp_path / "out.safetensors")
@@ -51,7 +51,7 @@ def test_quantised_types_of_gguf_are_decoded(tmp_path, target, dtype):
         torch.testing.assert_close(found[tensor.name], x.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
-def test_quantised_types_of_gguf_have_no_codes_in_another_format(tmp_path):
+def test_quantized_gguf_types_cannot_be_cast_to_other_codes(tmp_path):
     with pytest.raises(CheckpointError, match=r"'q4_0' is of type q4_0, .*; cast to fp32, fp16 or bf16, which decodes"):
         cast(open_checkpoint(gguf(tmp_path)), "mxfp4", tmp_path / "out.safetensors")
     assert not (tmp_path / "out.safetensors").exists()
@@ -59,7 +59,7 @@ def test_quantised_types_of_gguf_have_no_codes_in_another_format(tmp_path):
 
 @pytest.mark.quick("fp16", "float8_e5m2")
 @pytest.mark.parametrize("target", [name for name, how in TARGETS.items() if isinstance(how, Plain)])
-def test_plain_types_are_those_of_torch(checkpoint, tmp_path, target):
+def test_plain_casts_equal_torch(checkpoint, tmp_path, target):
     done = cast(checkpoint, target, tmp_path / "out.safetensors")
     found, dtype = load_file(tmp_path / "out.safetensors"), getattr(torch, TARGETS[target].dtype)
     for name, x in tensors().items():
@@ -81,7 +81,7 @@ def test_plain_types_are_those_of_torch(checkpoint, tmp_path, target):
 
 @pytest.mark.quick("mxfp8", "int8")
 @pytest.mark.parametrize("target", [name for name, how in TARGETS.items() if not isinstance(how, Plain)])
-def test_scaled_formats_load_as_what_they_were_quantised_to(checkpoint, tmp_path, target):
+def test_scaled_casts_load_as_quantized_tensors(checkpoint, tmp_path, target):
     cast(checkpoint, target, tmp_path / "out.safetensors")
     loaded = halfstep.load_quantized(tmp_path / "out.safetensors")
     assert set(loaded) == {"wide", "half", "odd"}
@@ -96,13 +96,13 @@ def test_scaled_formats_load_as_what_they_were_quantised_to(checkpoint, tmp_path
         assert torch.equal(found[name], tensors()[name])
 
 
-def test_metadata_is_kept_and_says_what_transformers_asks_for(checkpoint, tmp_path):
+def test_metadata_is_kept_with_the_format_for_transformers(checkpoint, tmp_path):
     cast(checkpoint, "bf16", tmp_path / "out.safetensors")
     with safe_open(tmp_path / "out.safetensors", "pt") as file:
         assert file.metadata() == {"made_by": "a test", "format": "pt"}
 
 
-def test_a_file_that_exists_is_left_alone(checkpoint, tmp_path):
+def test_existing_file_is_not_overwritten(checkpoint, tmp_path):
     out = tmp_path / "out.safetensors"
     out.write_text("precious")
     with pytest.raises(CheckpointError, match=r"out.safetensors' exists; name a file that does not"):
@@ -111,7 +111,7 @@ def test_a_file_that_exists_is_left_alone(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_nothing_is_left_of_a_write_that_stops(checkpoint, tmp_path, error):
+def test_interrupted_write_leaves_no_file(checkpoint, tmp_path, error):
     def stop(count):
         raise error
 
@@ -122,18 +122,18 @@ def test_nothing_is_left_of_a_write_that_stops(checkpoint, tmp_path, error):
     assert set(tmp_path.iterdir()) == before
 
 
-def test_a_folder_that_is_not_there(checkpoint, tmp_path):
+def test_missing_folder_raises(checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match=r"cannot be written: its folder .* is not there, or read-only"):
         cast(checkpoint, "bf16", tmp_path / "no" / "out.safetensors")
 
 
-def test_an_unknown_format(checkpoint, tmp_path):
+def test_unknown_format_raises(checkpoint, tmp_path):
     with pytest.raises(QuantizationError, match=r"unknown format to write 'bf61'; nearest: bf16"):
         cast(checkpoint, "bf61", tmp_path / "out.safetensors")
 
 
 @for_each("target", ["bf16", "mxfp8"])
-def test_complex_tensors_are_copied_beside_what_is_cast(target, tmp_path):
+def test_complex_tensors_are_copied_unchanged(target, tmp_path):
     held = {name: torch.view_as_complex(torch.randn(3, 40, 2).to(dtype)) for name, dtype in
             (("turns", torch.float32), ("twice", torch.float64))}  # fmt: skip
     torch.save({"w": torch.randn(32, 32), **held, "t": held["turns"].T}, tmp_path / "model.pt")
@@ -148,14 +148,14 @@ def test_complex_tensors_are_copied_beside_what_is_cast(target, tmp_path):
     assert "'turns' and 1 more" in written.remarks[0]
 
 
-def test_a_type_without_a_place_in_safetensors(tmp_path):
+def test_dtype_unknown_to_safetensors_raises(tmp_path):
     torch.save({"turns": torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match=r"'turns' is of type float4_e2m1fn_x2, which cannot be copied"):
         cast(open_checkpoint(tmp_path / "model.pt"), "bf16", tmp_path / "out.safetensors")
 
 
 @pytest.mark.slow
-def test_transformers_loads_what_was_written(tmp_path):
+def test_transformers_loads_the_written_cast(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, vocab_size=50
@@ -173,7 +173,7 @@ def test_transformers_loads_what_was_written(tmp_path):
         assert torch.equal(parameter, model.get_parameter(name).bfloat16()), name
 
 
-def test_scales_of_codes_are_neither_tried_nor_cast(tmp_path):
+def test_scales_of_codes_are_not_cast(tmp_path):
     tensors = {
         "h.0.mlp.weight": torch.randn(256, 256).to(torch.float8_e4m3fn),
         "h.0.mlp.weight_scale_inv": torch.rand(2, 2),
@@ -194,8 +194,8 @@ def test_scales_of_codes_are_neither_tried_nor_cast(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_matrix_larger_than_one_map_of_a_file_is_cast_as_a_whole(tmp_path):
-    """Its rows do not divide the 16 MiB of a map, which ended in the midst of one."""
+def test_matrix_larger_than_one_file_map_is_cast(tmp_path):
+    """Its rows do not divide a map's 16 MiB, so that a map ends within a row."""
     weight = torch.randn(1700, 3000)
     save_file({"w": weight}, tmp_path / "in.safetensors")
     halfstep.inspect(tmp_path / "in.safetensors", casts=["mxfp8", "bf16"])

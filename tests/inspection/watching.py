@@ -1,4 +1,4 @@
-"""Sees through an audit hook what a reader does beyond reading: whatever runs, imports, connects or writes."""
+"""Detect side effects of a reader with an audit hook: code run, imports, connections and writes."""
 
 import os
 import sys
@@ -30,8 +30,8 @@ sys.addaudithook(_hook)
 
 @contextmanager
 def nothing_but_reading():
-    """Fails if what runs inside it does anything but read."""
-    readers()  # whose modules are imported when they are first asked for
+    """A context that fails if the code inside does anything but read files."""
+    readers()  # imports the readers' modules
     seen: list[str] = []
     _watching.append(seen)
     try:
