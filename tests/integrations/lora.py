@@ -1,4 +1,4 @@
-"""A tiny Llama with adapters of PEFT's."""
+"""A tiny Llama with PEFT adapters."""
 
 import warnings
 
@@ -17,16 +17,16 @@ def llama(**options):
 
 
 def adapted(model, config=None, autocast_adapter_dtype=True, **options):
-    """The model with adapters; by LoRA, of rank 4, unless told."""
+    """The model with PEFT adapters; by default LoRA of rank 4."""
     torch.manual_seed(1)
     config = config or LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], **options)
-    with warnings.catch_warnings():  # PEFT asks transformers for what transformers has renamed
+    with warnings.catch_warnings():  # PEFT reads an attribute that transformers renamed
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         return get_peft_model(model, config, autocast_adapter_dtype=autocast_adapter_dtype).train()
 
 
-def quantised(name="nf4"):
-    """A base of codes with adapters beside."""
+def quantized(name="nf4"):
+    """A base in codes with adapters."""
     model = llama()
     halfstep.quantize_model(model, name, adapters=True)
     return adapted(model)
@@ -38,7 +38,7 @@ def batch(seed=1):
 
 
 def trained(model):
-    """What of the model trains, by name."""
+    """The model's trainable parameters, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -47,7 +47,7 @@ def adamw(model, **options):
 
 
 def train(model, optimizer, scaler, steps=4):
-    """The documented loop on one batch; returns the losses."""
+    """The documented training loop on one batch; returns the losses."""
     return descend(lambda: model(**batch()).loss, optimizer, scaler, steps)
 
 

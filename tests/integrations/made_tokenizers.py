@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that GGUF files hold, trained on Python's own modules."""
+"""Small tokenizers of the kinds that GGUF files hold, trained on Python's standard library."""
 
 import json
 import sysconfig
@@ -19,13 +19,13 @@ LLAMA3 = (
 
 @cache
 def texts():
-    """The sources of some of Python's modules."""
+    """The sources of ten modules of Python's standard library."""
     return [path.read_text() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:10]]
 
 
 @cache
 def trained(kind):
-    """The tokenizer of the package tokenizers."""
+    """A trained tokenizer of the package tokenizers."""
     named = {"gpt-2": ["<|endoftext|>"], "llama-bpe": ["<|begin|>", "<|end|>"], "llama": ["<unk>", "<s>", "</s>"]}[kind]
     made, options = Tokenizer(models.BPE(byte_fallback=kind == "llama")), {"show_progress": False}
     if kind == "llama":
@@ -43,7 +43,7 @@ def trained(kind):
 
 
 def made_tokenizer(kind, folder):
-    """One of those kinds, as transformers reads it from the folder that it is saved in."""
+    """A tokenizer of this kind, saved to `folder`, as transformers' class."""
     made = trained(kind)
     vocabulary, mine = made.get_vocab(), AddedToken("<mine>", normalized=False)
     if kind == "llama-bpe":
@@ -55,7 +55,7 @@ def made_tokenizer(kind, folder):
     elif kind == "gpt-2":
         merges = [tuple(pair) for pair in json.loads(made.to_str())["model"]["merges"]]
         found = GPT2Tokenizer(vocab=vocabulary, merges=merges)
-    else:  # all pairs that are a token together, in the order of tokens: as transformers reads SentencePiece's files
+    else:  # as transformers reads SentencePiece files: all pairs whose concatenation is a token, in the order of tokens
         plain = sorted((token for token in vocabulary if not token.startswith("<")), key=vocabulary.get)
         cuts = [(token[:i], token[i:]) for token in plain for i in range(1, len(token))]
         found = LlamaTokenizer(vocab=vocabulary, merges=[pair for pair in cuts if {*pair} <= vocabulary.keys()])

@@ -1,15 +1,13 @@
-"""Train under every recipe in every integration, and write down what came of it.
+"""Train under every recipe in every integration and record the outcome.
 
     python tests/integrations/matrix.py --write             # every column: matrix.json, and docs/integrations.md
-    python tests/integrations/matrix.py --write trainer     # that column alone
-    python tests/integrations/matrix.py --render --write    # runs nothing: the table, of matrix.json
+    python tests/integrations/matrix.py --write trainer     # only that column
+    python tests/integrations/matrix.py --render --write    # runs nothing: renders the table from matrix.json
 
-A column is a file matrix_NAME.py beside this one. It has a `COLUMN`, the heading in the table, and a function
-`trains(recipe)`, which trains a small model in that library's own loop under the recipe of that name, asserts that it
-came out right, and returns None. A `HalfstepError` that it raises is a refusal, whose first sentence is the cell's
-reason. Whatever else it raises is a fault. tests/integrations/test_matrix.py holds matrix.json to be true for each
-column that it finds.
-"""
+A column is a file matrix_NAME.py in this folder, with its heading `COLUMN` and a function `trains(recipe)`, which
+trains a small model in that library's own loop under the named recipe, asserts that the result is right, and returns
+None. A `HalfstepError` that it raises is a refusal; its first sentence is the cell's reason. Any other exception is a
+fault. tests/integrations/test_matrix.py compares matrix.json with every column's outcomes."""
 
 import importlib
 import json
@@ -36,15 +34,15 @@ QUICK = ("bf16-stochastic", "fp16-mixed", "fp8lm-o2")
 
 
 def columns():
-    """The names of the columns that there are files of."""
+    """The names of the columns that have a file."""
     return sorted(file.stem.removeprefix("matrix_") for file in HERE.glob("matrix_*.py"))
 
 
 def refusals(column, recipes):
-    """Why each of the recipes is refused in this column, without those that work.
+    """The reason for each recipe that this column refuses.
 
     Raises:
-        AssertionError: names the recipes that are wrong: in what they did, or in how they refused.
+        AssertionError: names the recipes that trained or were refused wrongly.
     """
     trains = importlib.import_module(f"matrix_{column}").trains
     refused, wrong, first = {}, [], None
@@ -74,7 +72,7 @@ def found(column):
 
 
 def render(kept):
-    """The table, and under it the reasons of what is refused."""
+    """The table, followed by the reasons for refusals."""
     if not kept:
         return ""
     headings = [importlib.import_module(f"matrix_{column}").COLUMN for column in kept]

@@ -1,4 +1,4 @@
-"""The matrix's column of Accelerate: accumulation, clipping, a scheduler, bit for bit as the documented loop."""
+"""The matrix's column for Accelerate: accumulation, clipping and a scheduler equal the documented loop bit for bit."""
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ def weights(model):
 
 
 def accelerated(recipe, epochs=EPOCHS, seed=0, resume=None, generator=3, **options):
-    """A loop as Accelerate's documentation has it: the weights, the accelerator, the optimizer."""
+    """The weights, accelerator and optimizer after a loop as Accelerate documents it."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED)
     model = model_for(name_of(recipe))
     if seed:
@@ -64,8 +64,8 @@ def accelerated(recipe, epochs=EPOCHS, seed=0, resume=None, generator=3, **optio
     return weights(model), accelerator, optimizer
 
 
-def by_hand(recipe, epochs=EPOCHS, within=lambda model: model, **options):
-    """The same by the documented loop, of what a model is `within`."""
+def documented_loop(recipe, epochs=EPOCHS, within=lambda model: model, **options):
+    """The weights after the documented halfstep loop, for a model wrapped by `within`."""
     model = within(model_for(name_of(recipe)))
     optimizer = adamw(model)
     scheduler = schedule(optimizer)
@@ -86,4 +86,4 @@ def trains(recipe):
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     found, _, _ = accelerated(recipe)
-    assert_same(found, by_hand(recipe))
+    assert_same(found, documented_loop(recipe))

@@ -1,4 +1,4 @@
-"""The matrix's column of Lightning: accumulation, clipping, a scheduler, bit for bit as the documented loop."""
+"""The matrix's column for Lightning: accumulation, clipping and a scheduler equal the documented loop bit for bit."""
 
 import logging
 import warnings
@@ -6,7 +6,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
-from matrix_accelerate import ACCUMULATED, CLIP, EPOCHS, by_hand, loader, name_of, schedule
+from matrix_accelerate import ACCUMULATED, CLIP, EPOCHS, documented_loop, loader, name_of, schedule
 
 from halfstep.integrations.lightning import HalfstepPrecision
 from tiny import adamw, assert_same, model_for
@@ -17,7 +17,7 @@ QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", 
 
 
 class Module(LightningModule):
-    """A module whose `training_step` calls a part of it, and whose scheduler moves with the steps."""
+    """A module whose `training_step` calls a submodule, and whose scheduler steps after every optimizer step."""
 
     def __init__(self, recipe, seed=0):
         super().__init__()
@@ -37,7 +37,7 @@ class Module(LightningModule):
 
 
 class Within(torch.nn.Module):
-    """A model where the Lightning module has it."""
+    """The model under the attribute name that the Lightning module uses."""
 
     def __init__(self, net):
         super().__init__()
@@ -57,12 +57,12 @@ def trainer_of(recipe, generator=3, total_steps=None, recipe_change="refuse", **
 
 def fit(trainer, module, resume=None):
     with warnings.catch_warnings():
-        # Of Lightning's own: how many workers a loader should have, what torch deprecated in it.
+        # Lightning's own: the number of loader workers, deprecations of torch
         warnings.simplefilter("ignore")
         trainer.fit(module, loader(), ckpt_path=resume)
     return {name.removeprefix("net."): value.clone() for name, value in module.state_dict().items()}
 
 
 def trains(recipe):
-    found = by_hand(recipe, within=Within)  # noise follows from layers' paths
+    found = documented_loop(recipe, within=Within)  # noise depends on layer paths
     assert_same(fit(trainer_of(recipe), Module(recipe)), {name.removeprefix("net."): w for name, w in found.items()})

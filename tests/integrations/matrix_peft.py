@@ -1,4 +1,4 @@
-"""LoRA by PEFT: adapters before `prepare`, and between `apply` and `optimize`."""
+"""The matrix's column for PEFT: LoRA adapters added before `prepare`, or between `apply` and `optimize`."""
 
 from functools import cache
 

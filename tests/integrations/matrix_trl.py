@@ -1,4 +1,4 @@
-"""The column of TRL's SFTTrainer: its steps are near fp32's, products have the recipe's dtype, generation works."""
+"""The matrix's column for TRL's SFTTrainer: steps near fp32's, outputs in the recipe's dtype, generation works."""
 
 import functools
 import tempfile
@@ -15,11 +15,11 @@ COLUMN = "TRL's SFT"
 
 
 class Tuner(Recording, SFTTrainer):
-    """SFTTrainer, with a record."""
+    """SFTTrainer that records its losses and batches."""
 
 
 def tuned(recipe, model, **more):
-    """A trainer that has made eight steps of SGD."""
+    """A trainer after eight steps of SGD."""
     with tempfile.TemporaryDirectory() as folder:
         told = {"optim": "sgd", "learning_rate": 0.5, "bf16": False, **more}
         args = SFTConfig(**options(folder, **told))
@@ -35,7 +35,7 @@ def in_fp32():
 
 
 def trains(name):
-    """As in fp32 but for rounding, in the recipe's dtype."""
+    """Trains as in fp32 up to rounding, with layer outputs in the recipe's dtype."""
     model, seen = llama(), set()
     start = values(model)
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, given, out: seen.add(out.dtype))

@@ -1,4 +1,4 @@
-"""Accelerate's own loop gives what the documented loop gives, or the integration says why it cannot."""
+"""Accelerate's own loop gives the documented loop's results, or the integration raises an error that says why not."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, GradScalerKwargs, find_executable_batch_size
-from matrix_accelerate import accelerated, by_hand
+from matrix_accelerate import accelerated, documented_loop
 
 import halfstep
 from halfstep.errors import LossScaleError, ModelError, OptimizerError, RecipeError
@@ -23,7 +23,7 @@ from tiny import adamw, assert_same, batch, mlp
 
 @pytest.fixture(autouse=True)
 def _alone():
-    """Accelerate keeps its state in the classes."""
+    """Reset the state that Accelerate keeps in classes."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
 
@@ -43,8 +43,8 @@ def values(model):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_twenty_steps_with_two_overflows_are_those_of_torchs_scaler():
-    """Its scales, the steps that are left out, the scheduler that waits for them, and its weights."""
+def test_steps_with_overflows_equal_torchs_scaler():
+    """Equal scales, skipped steps, learning rates and weights."""
 
     def trajectory(accelerator, model, optimizer, scheduler):
         found = []
@@ -78,7 +78,7 @@ def test_twenty_steps_with_two_overflows_are_those_of_torchs_scaler():
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16-mixed"])
-def test_the_norm_is_that_of_unscaled_gradients_and_so_is_the_update(name):
+def test_norm_and_update_use_unscaled_gradients(name):
     plain = mlp()
     x, y = batch()
     F.mse_loss(plain(x), y).backward()
@@ -93,7 +93,7 @@ def test_the_norm_is_that_of_unscaled_gradients_and_so_is_the_update(name):
     torch.testing.assert_close(moved, torch.tensor(1e-3), rtol=1e-2, atol=0)
 
 
-def test_clipping_values_and_unscaling_see_unscaled_gradients_in_any_order():
+def test_clipping_and_unscaling_in_any_order_use_unscaled_gradients():
     accelerator, model, optimizer = started("fp16-mixed")
     backward(accelerator, model)
     accelerator.unscale_gradients(optimizer)
@@ -106,7 +106,7 @@ def test_clipping_values_and_unscaling_see_unscaled_gradients_in_any_order():
     assert_same([p.grad for p in model.parameters()], [grad.clamp(-0.01, 0.01) for grad in seen])
 
 
-def test_a_part_is_clipped_by_its_own_norm():
+def test_one_parameter_is_clipped_by_its_own_norm():
     accelerator, model, _ = started("fp16-mixed")
     backward(accelerator, model)
     first = model[0].weight
@@ -119,7 +119,7 @@ def test_a_part_is_clipped_by_its_own_norm():
 @pytest.mark.parametrize(
     "clip", [lambda a, m: a.clip_grad_norm_(m.parameters(), 1.0), lambda a, m: a.unscale_gradients()]
 )
-def test_clipping_before_the_last_micro_batch_is_an_error_where_the_loss_is_scaled(clip):
+def test_clipping_before_the_last_micro_batch_raises(clip):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = mlp()
     model, _ = prepare(accelerator, model, adamw(model), recipe="fp16-mixed")
@@ -131,7 +131,7 @@ def test_clipping_before_the_last_micro_batch_is_an_error_where_the_loss_is_scal
 
 @pytest.mark.quick("fp32", "fp16-mixed")
 @pytest.mark.parametrize("name", ["fp32", "bf16-stochastic", "bf16-master", "fp16-mixed", "fp8-delayed", "fp8lm-o2"])
-def test_a_state_that_is_saved_and_loaded_goes_on_bit_for_bit(tmp_path, name):
+def test_saved_state_resumes_bit_for_bit(tmp_path, name):
     whole, _, _ = accelerated(name, epochs=2)
     _, accelerator, _ = accelerated(name, epochs=1)
     accelerator.save_state(tmp_path)
@@ -142,10 +142,10 @@ def test_a_state_that_is_saved_and_loaded_goes_on_bit_for_bit(tmp_path, name):
     assert_same(resumed, whole)
 
 
-def test_stages_begin_where_the_documented_loop_begins_them():
+def test_stages_begin_as_in_the_documented_loop():
     recipe = "fp8-delayed until 50%, then bf16-mixed"
     found, accelerator, _ = accelerated(recipe, total_steps=4)
-    assert_same(found, by_hand(recipe, total_steps=4))
+    assert_same(found, documented_loop(recipe, total_steps=4))
     assert accelerator.scaler.state_dict()["halfstep"]["stages"]["stage"] == 1
     AcceleratorState._reset_state(True)
     with pytest.raises(RecipeError, match="total_steps"):
@@ -153,8 +153,9 @@ def test_stages_begin_where_the_documented_loop_begins_them():
 
 
 def out_of_memory_once(recipe, model_of):
-    """Accelerate's documented loop, out of memory after the first attempt's step: the weights that the second attempt
-    starts from and ends with, the accelerator, and what is still alive of the first when the second begins."""
+    """Run Accelerate's documented loop, which runs out of memory after the first attempt's step. Returns the weights
+    that the second attempt starts and ends with, the accelerator, and references from the first attempt that are
+    still alive."""
     accelerator, before = Accelerator(cpu=True), []
 
     @find_executable_batch_size(starting_batch_size=8)
@@ -164,7 +165,7 @@ def out_of_memory_once(recipe, model_of):
         model = model_of()
         model, optimizer = prepare(accelerator, model, adamw(model), recipe=recipe, generator=3)
         first = values(model)
-        optimizer.zero_grad()  # of a model that was tried before
+        optimizer.zero_grad()  # of the model's first attempt
         backward(accelerator, model)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -177,7 +178,7 @@ def out_of_memory_once(recipe, model_of):
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "fp16-mixed", "bf16-master", "fp8-delayed", "fp8lm-o2"])
-def test_a_loop_that_ran_out_of_memory_begins_again_as_if_it_had_not(recipe):
+def test_second_attempt_after_out_of_memory_equals_a_fresh_start(recipe):
     first, last, accelerator, alive = out_of_memory_once(recipe, mlp)
     assert alive == [None] * 3
     other, model, optimizer = started(recipe)
@@ -192,7 +193,7 @@ def test_a_loop_that_ran_out_of_memory_begins_again_as_if_it_had_not(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "fp16-mixed", "bf16-stochastic", "fp8-delayed"])
-def test_a_model_is_prepared_again_where_its_optimizer_was_freed(recipe):
+def test_model_whose_optimizer_was_freed_is_prepared_again(recipe):
     model = mlp()
     first, last, _, _ = out_of_memory_once(recipe, lambda: model)
     once = mlp()
@@ -208,7 +209,7 @@ def test_a_model_is_prepared_again_where_its_optimizer_was_freed(recipe):
     assert_same(last, values(once))
 
 
-def test_masters_that_were_freed_are_told():
+def test_freed_masters_give_a_warning():
     model = mlp()
     with pytest.warns(UserWarning, match=r"'bf16-master' they start again from the rounded weights.*build the model"):
         first, _, _, _ = out_of_memory_once("bf16-master", lambda: model)
@@ -227,14 +228,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_an_accelerator_that_would_not_follow_is_refused_and_nothing_changed(case):
+def test_incompatible_accelerator_raises_and_changes_nothing(case):
     build, words = REFUSED[case]
     accelerator, model = build(), mlp()
     optimizer = adamw(model)
     with pytest.raises(RecipeError, match=words):
         prepare(accelerator, model, optimizer, recipe="fp16-mixed")
     assert type(model[0]) is torch.nn.Linear
-    halfstep.apply(model, "fp32")  # follows nothing yet
+    halfstep.apply(model, "fp32")  # the model follows no recipe yet
 
 
 @pytest.mark.parametrize(
@@ -246,14 +247,14 @@ def test_an_accelerator_that_would_not_follow_is_refused_and_nothing_changed(cas
         (DistributedType.XLA, "masters would be lost"),
     ],
 )
-def test_engines_that_replace_parameters_are_refused_with_what_works(monkeypatch, kind, words):
+def test_engines_that_replace_parameters_raise(monkeypatch, kind, words):
     accelerator, model = Accelerator(cpu=True), mlp()
     monkeypatch.setattr(Accelerator, "distributed_type", kind)
     with pytest.raises(RecipeError, match=words):
         prepare(accelerator, model, adamw(model), recipe="bf16-master")
 
 
-def test_parallelism_within_the_model_is_refused(monkeypatch):
+def test_model_parallelism_raises(monkeypatch):
     accelerator, model = Accelerator(cpu=True), mlp()
     config = SimpleNamespace(tp_enabled=True, cp_enabled=False, dp_shard_enabled=False)
     monkeypatch.setattr(Accelerator, "parallelism_config", config)
@@ -261,7 +262,7 @@ def test_parallelism_within_the_model_is_refused(monkeypatch):
         prepare(accelerator, model, adamw(model), recipe="fp32")
 
 
-def test_it_wants_one_optimizer_and_the_model_that_it_trains():
+def test_prepare_needs_one_optimizer_and_its_model():
     accelerator, first, second = Accelerator(cpu=True), mlp(), mlp(1)
     with pytest.raises(OptimizerError, match="got 0 optimizers"):
         prepare(accelerator, first, recipe="fp32")
@@ -273,7 +274,7 @@ def test_it_wants_one_optimizer_and_the_model_that_it_trains():
         prepare(accelerator, *accelerator.prepare(first, adamw(first)), recipe="fp32")
 
 
-def test_a_model_that_is_not_trained_stays_as_it_is():
+def test_untrained_second_model_is_unchanged():
     accelerator, student, teacher = Accelerator(cpu=True), mlp(), mlp(1)
     other, optimizer, model = prepare(accelerator, teacher, adamw(student), student, recipe="bf16-stochastic")
     assert other is teacher
@@ -282,8 +283,8 @@ def test_a_model_that_is_not_trained_stays_as_it_is():
     assert optimizer.optimizer.recipe.name == "bf16-stochastic"
 
 
-def test_two_models_take_two_accelerators():
-    """A GAN's two loss scales do not know of each other."""
+def test_two_models_with_two_accelerators():
+    """Their loss scales are independent, as a GAN's must be."""
     (first, one, a), (second, two, b) = started("fp16-mixed"), started("fp16-mixed")
     backward(first, one, times=float("inf"))
     backward(second, two)
@@ -293,7 +294,7 @@ def test_two_models_take_two_accelerators():
     assert first.scaler.get_scale() < second.scaler.get_scale()
 
 
-def test_without_accelerate_a_sentence_names_the_extra(monkeypatch):
+def test_missing_accelerate_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate", None)
     monkeypatch.delitem(sys.modules, "halfstep.integrations.accelerate")
     with pytest.raises(ImportError, match=r"pip install 'halfstep\[accelerate\]'"):
@@ -312,8 +313,8 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_two_ranks_are_one_and_train_as_one_process_with_their_batches(tmp_path):
-    """Ranks bit-equal under each recipe; fp32 as one process with both halves of each batch."""
+def test_two_ranks_are_equal_and_train_like_one_process(tmp_path):
+    """Ranks are equal bit for bit under each recipe; in fp32 they equal one process with both halves of each batch."""
     names = ["fp32", "bf16-stochastic", "bf16-master", "fp16-mixed", "fp8-delayed"]
     ports = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "ACCELERATE_USE_CPU": "true"}

@@ -1,4 +1,4 @@
-"""Activation checkpointing as libraries switch it on: what is held for the backward pass, and how often layers run."""
+"""Activation checkpointing as libraries enable it: bytes saved for backward, and how often layers run."""
 
 from functools import partial
 from itertools import product
@@ -19,7 +19,7 @@ from halfstep.ops import values_of
 from tiny import ALL, UNIT, assert_same
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")  # its older name
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")  # older name
 UNSCALED = "no recipe"
 STAGES = "fp8-delayed until 50%, then bf16-mixed"
 BATCH = {name: row[None] for name, row in examples(rows=1, length=16)[0].items()}
@@ -30,7 +30,7 @@ def by_transformers(model, reentrant):
 
 
 def by_wrappers(model, reentrant):
-    """What accelerate and Lightning call for FSDP: each layer in a module of torch's."""
+    """As accelerate and Lightning do for FSDP: each layer in torch's checkpoint wrapper."""
     kinds = wrapping.CheckpointImpl
     wrapper = partial(wrapping.checkpoint_wrapper, checkpoint_impl=kinds.REENTRANT if reentrant else kinds.NO_REENTRANT)
     wrapping.apply_activation_checkpointing(model, wrapper, lambda m: isinstance(m, LlamaDecoderLayer))
@@ -47,7 +47,7 @@ ORDERS = {
 
 
 def prepared(name, order=None):
-    """A Llama under a recipe, whose layers are checkpointed before that or after it."""
+    """A Llama under a recipe, checkpointed before or after the recipe is applied."""
     how, before, reentrant = ORDERS.get(order, (None, True, False))
     model = llama(use_cache=False).train()
     if order and before:
@@ -61,8 +61,8 @@ def prepared(name, order=None):
     return model
 
 
-def passes(model):
-    """The bytes held between forward and backward, how often an MLP runs, the loss and the gradients."""
+def run_passes(model):
+    """The bytes saved for backward, how often an MLP runs, the loss and the gradients."""
     runs, held = [], {}
     mlp = next(module for name, module in model.named_modules() if name.endswith(".mlp"))
     hook = mlp.register_forward_pre_hook(lambda *_: runs.append(None))
@@ -84,7 +84,7 @@ def passes(model):
     return sum(held.values()), len(runs), [loss.item(), found]
 
 
-HOLDS = 0.5  # of what is held otherwise, at most: the layers' inputs, and what the head and the loss keep
+HOLDS = 0.5  # at most this share of the bytes without checkpointing: layer inputs, and what the head and the loss save
 QUICK = [
     UNSCALED, "coat", STAGES, "unit-fp8", "bf16-mixed", "fp16-lists", "bf16-stochastic", "fp8-delayed",
     "fp8-smooth-swiglu", "nvfp4", "fp8lm-o2",
@@ -92,29 +92,29 @@ QUICK = [
 
 
 def check(name, order):
-    """Layers run once more, what is held is less, and no bit changes."""
-    plain, once, expected = passes(prepared(name))
-    held, runs, found = passes(prepared(name, order))
+    """Layers run twice, fewer bytes are saved, and no bit changes."""
+    plain, once, expected = run_passes(prepared(name))
+    held, runs, found = run_passes(prepared(name, order))
     assert (once, runs) == (1, 2)
     assert held < HOLDS * plain
     assert_same(found, expected)
 
 
 @for_each("name, order", in_turn(QUICK, list(ORDERS)))
-def test_layers_run_again_and_hold_less(name, order):
+def test_checkpointed_layers_run_twice_and_save_less(name, order):
     check(name, order)
 
 
 @pytest.mark.slow
 @for_each("name, order", product([None, UNSCALED, STAGES, *ALL], ORDERS))
-def test_layers_run_again_and_hold_less_in_every_way(name, order):
+def test_checkpointed_layers_under_every_recipe_and_order(name, order):
     check(name, order)
 
 
 @for_each(
     "order, reentrant", product(("adapters, recipe", "recipe, adapters", "adapters, recipe, switch"), (False, True))
 )
-def test_layers_with_adapters_run_again(order, reentrant):
+def test_layers_with_adapters_are_checkpointed(order, reentrant):
     model = llama(use_cache=False)
     for step in order.split(", "):
         if step == "adapters":
@@ -126,14 +126,14 @@ def test_layers_with_adapters_run_again(order, reentrant):
             halfstep.apply(model, "fp8-delayed")
         else:
             by_transformers(model, reentrant)
-    _, runs, (_, found) = passes(model.train())
+    _, runs, (_, found) = run_passes(model.train())
     assert runs == 2
     assert all("lora_" in name and grad.isfinite().all() for name, grad in found.items())
     assert len(found) == len(trained(model))
 
 
 class Diffuser(nn.Module):
-    """Blocks that are computed again as diffusers' models have it: the root calls `_gradient_checkpointing_func`."""
+    """Blocks checkpointed as in diffusers' models: the root calls `_gradient_checkpointing_func`."""
 
     def __init__(self):
         super().__init__()
@@ -154,7 +154,7 @@ class Diffuser(nn.Module):
 
 
 @for_each("before", [False, True])
-def test_blocks_run_again_as_in_diffusers(before):
+def test_diffusers_style_blocks_are_checkpointed(before):
     model, runs = Diffuser().train(), []
     model.blocks[0].register_forward_pre_hook(lambda *_: runs.append(None))
     if before:

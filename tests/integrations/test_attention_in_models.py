@@ -1,4 +1,4 @@
-"""transformers' models with attn_implementation="halfstep": sdpa's numbers, and rounded matmuls under a recipe."""
+"""transformers' models with attn_implementation="halfstep": equals sdpa, and rounds the matmuls under a recipe."""
 
 import re
 from dataclasses import replace
@@ -23,7 +23,7 @@ from halfstep.recipe import AttentionSpec, LinearSpec, Matmul, linear_spec
 register_attention()
 E4, E5 = (Quantizer(formats.get(f), scales=Scales(TENSOR, get_scaling("current"))) for f in ("e4m3fn", "e5m2"))
 PROBABILITIES = Quantizer(formats.get("e4m3fn"), scales=Scales(TENSOR, get_scaling("fixed", bias=8)))
-"""Of a softmax, whose largest value is known: 1 becomes 256."""
+"""For softmax probabilities, whose largest value is known: 1 becomes 256."""
 SCORES = linear_spec(input=E4, weight=E4, grad_output=E5)
 MIX = LinearSpec(Matmul(PROBABILITIES, E4), Matmul(E5, E4), Matmul(E5, PROBABILITIES))
 RECIPE = replace(get_recipe("bf16-mixed"), name="fp8-attention", attention=AttentionSpec(scores=SCORES, mix=MIX))
@@ -41,16 +41,16 @@ def rounded(x, quantizer):
     return quantizer.quantize(x.detach().contiguous().view(-1, x.shape[-1])).dequantize().view(x.shape).double()
 
 
-def test_without_a_recipe_it_is_sdpa():
+def test_attention_without_a_recipe_equals_sdpa():
     mask = torch.ones_like(IDS)
     mask[0, :5] = 0
     for given in (None, mask):
         found, expected = (m(input_ids=IDS, attention_mask=given).logits for m in (llama(), llama("sdpa")))
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # grouped queries go another way
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # grouped queries take another path
 
 
-def test_both_matmuls_and_their_gradients_are_of_rounded_operands():
-    """Against float64 on what the quantizers make of q, k, v, of softmax's weights and of the gradients."""
+def test_both_matmuls_and_their_gradients_use_rounded_operands():
+    """Against float64 on the quantized q, k, v, probabilities and gradients."""
     torch.manual_seed(1)
     q, k, v = (torch.randn(2, heads, 12, 16).requires_grad_() for heads in (4, 2, 2))
     module, dy = nn.Module(), torch.randn(2, 12, 4, 16)
@@ -69,11 +69,11 @@ def test_both_matmuls_and_their_gradients_are_of_rounded_operands():
     of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * 0.25
     of_queries = rounded(of_scores.float(), E5) @ rounded(keys.mT, E4).mT
     torch.testing.assert_close(v.grad.double(), of_values.view(2, 2, 2, 12, 16).sum(2), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(q.grad.double(), of_queries, rtol=1e-2, atol=1e-3)  # ties of E5M2 fall either way
+    torch.testing.assert_close(q.grad.double(), of_queries, rtol=1e-2, atol=1e-3)  # ties of E5M2 may round either way
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-def test_a_recipe_reaches_every_attention_of_the_model_and_trains():
+def test_recipe_applies_to_every_attention_and_trains():
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer, scaler = halfstep.prepare(model, optimizer, RECIPE)
@@ -95,7 +95,7 @@ def test_a_recipe_reaches_every_attention_of_the_model_and_trains():
     assert 0 < (ours - stock).norm() < 0.2 * stock.norm()
 
 
-def test_it_is_the_module_that_recipes_know():
+def test_attention_equals_dot_product_attention_module():
     torch.manual_seed(1)
     q, k, v = (torch.randn(2, 4, 12, 16) for _ in range(3))
     module, other = nn.Module(), DotProductAttention()
@@ -105,7 +105,7 @@ def test_it_is_the_module_that_recipes_know():
     assert torch.equal(found, other(q, k, v, is_causal=True).transpose(1, 2))
 
 
-def test_what_it_does_not_do_is_told():
+def test_unsupported_attention_raises():
     sizes = {**SIZES, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     capped = Gemma2ForCausalLM._from_config(Gemma2Config(**sizes), attn_implementation="halfstep")
     with pytest.raises(ModelError, match=r"Gemma2Attention passes softcap to its attention.*take 'eager' or 'sdpa'"):
@@ -116,7 +116,7 @@ def test_what_it_does_not_do_is_told():
         halfstep.apply(llama("sdpa"), RECIPE)
 
 
-def test_a_model_without_causality_attends_both_ways():
+def test_bidirectional_model_equals_sdpa():
     torch.manual_seed(0)
     config = BertConfig(vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2)
     model = BertModel(config, add_pooling_layer=False).eval()

@@ -1,4 +1,4 @@
-"""Exported models: stock transformers loads each on a CPU, with weights that equal ours bit for bit."""
+"""Exported models load in stock transformers on a CPU, with weights equal to ours bit for bit."""
 
 import copy
 import inspect
@@ -67,7 +67,7 @@ def llama(**options):
 
 
 def contents(folder):
-    """All that the weights' file says, and config.json."""
+    """The tensors and metadata of the weights file, and config.json."""
     with safe_open(folder / "model.safetensors", "pt") as file:
         found = {key: file.get_tensor(key).contiguous() for key in sorted(file.keys())}
         tensors = {k: (str(t.dtype), t.shape, t.view(torch.uint8).numpy().tobytes()) for k, t in found.items()}
@@ -75,24 +75,24 @@ def contents(folder):
 
 
 def stock(folder, layout, dtype=torch.float32, auto=AutoModelForCausalLM):
-    """The model as transformers loads it."""
+    """The exported model as transformers loads it."""
     if layout in ("fp8-block", "mxfp4") and version("compressed-tensors").startswith("0.15."):
         pytest.skip(f"compressed-tensors 0.15 does not decode {layout}")
     takes = inspect.signature(CompressedTensorsConfig).parameters
-    decoded = {"dequantize": True} if "dequantize" in takes else {"run_compressed": False}  # as transformers 5.8 has it
+    decoded = {"dequantize": True} if "dequantize" in takes else {"run_compressed": False}  # since transformers 5.8
     options = {} if layout == "deepseek-fp8" else {"quantization_config": CompressedTensorsConfig(**decoded)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, told = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     assert not told["missing_keys"]
     assert not told["unexpected_keys"]
-    return model.to(dtype)  # compressed-tensors 0.15 decodes mxfp8 in bf16, which holds all of it
+    return model.to(dtype)  # compressed-tensors 0.15 decodes mxfp8 to bf16, without loss
 
 
 @pytest.mark.quick("fp8-block", "mxfp4")
 @pytest.mark.quick("fp8-tensor", "mxfp4", "fp8-block")
 @every_layout
-def test_transformers_loads_the_values_that_we_multiply_by(layout, tmp_path):
+def test_transformers_loads_our_rounded_weights(layout, tmp_path):
     model = llama()
     halfstep.quantize_model(model, ROWS[layout])
     done = halfstep.export(model, tmp_path / "served", layout)
@@ -111,7 +111,7 @@ def test_transformers_loads_the_values_that_we_multiply_by(layout, tmp_path):
     assert (said["halfstep"], said["recipe"]["name"], said["layout"]) == (halfstep.__version__, done.recipe, layout)
 
 
-def test_a_stock_model_a_followed_one_and_a_quantised_one_are_written_alike(tmp_path):
+def test_stock_applied_and_quantized_models_export_equally(tmp_path):
     followed, quantized = llama(), llama()
     halfstep.apply(followed, "fp8-rowwise")
     halfstep.quantize_model(quantized, "fp8-rowwise")
@@ -119,11 +119,11 @@ def test_a_stock_model_a_followed_one_and_a_quantised_one_are_written_alike(tmp_
     halfstep.export(followed, tmp_path / "b")
     quantized.save_pretrained(tmp_path / "c")
     assert contents(tmp_path / "a") == contents(tmp_path / "b") == contents(tmp_path / "c")
-    assert "_halfstep" in vars(followed)  # the model itself is left as it was
+    assert "_halfstep" in vars(followed)  # the model itself is unchanged
     assert followed.model.layers[0].mlp.up_proj.weight.requires_grad
 
 
-def test_what_has_no_counterpart_is_refused_with_what_has(tmp_path):
+def test_unsupported_recipes_and_layouts_raise(tmp_path):
     words = (
         r"recipe 'fp8-block' rounds weights to float8_e4m3fn \(rceil, 128x128\), which the layout 'fp8-channel' does"
     )
@@ -148,7 +148,7 @@ def test_what_has_no_counterpart_is_refused_with_what_has(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path):
+def test_nonempty_folder_is_not_overwritten(tmp_path):
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(CheckpointError, match=r"exists and is not empty; name a new folder"):
         halfstep.export(llama(), tmp_path, recipe="mxfp8")
@@ -157,7 +157,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["mine"]
 
 
-def test_nothing_is_left_of_a_folder_that_could_not_be_finished(tmp_path, monkeypatch):
+def test_failed_export_leaves_no_folder(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
@@ -167,8 +167,8 @@ def test_nothing_is_left_of_a_folder_that_could_not_be_finished(tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
-def test_layers_that_do_not_fit_are_values_and_under_ignore(tmp_path):
-    """An input of 80 has no whole blocks of 32; k_proj's 64 outputs have none of 128, and q and v go with it."""
+def test_layers_that_do_not_fit_stay_unquantized_and_are_ignored(tmp_path):
+    """down_proj's 80 inputs are no whole blocks of 32; k_proj's 64 outputs no block of 128, and q and v follow it."""
     model = llama(intermediate_size=80)
     done = halfstep.export(model, tmp_path / "a", recipe="mxfp8")
     assert done.kept == {
@@ -186,7 +186,7 @@ def test_layers_that_do_not_fit_are_values_and_under_ignore(tmp_path):
     assert set(done.quantized) & {"model.layers.0.mlp.up_proj", "model.layers.0.self_attn.o_proj"}
 
 
-def test_shards_dtype_ties_and_biases(tmp_path):
+def test_export_with_shards_dtype_ties_and_biases(tmp_path):
     model = llama(tie_word_embeddings=True, attention_bias=True)
     halfstep.export(model, tmp_path / "a", recipe="fp8-rowwise", dtype="bf16", max_shard_size="60KB")
     names = json.loads((tmp_path / "a" / "model.safetensors.index.json").read_text())["weight_map"]
@@ -203,7 +203,7 @@ def test_shards_dtype_ties_and_biases(tmp_path):
     assert shapes["model.embed_tokens.weight"][0] == torch.bfloat16
 
 
-def test_weights_that_are_not_finite_are_named(tmp_path):
+def test_nonfinite_weights_raise(tmp_path):
     model = llama()
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.inf
@@ -211,7 +211,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
         halfstep.export(model, tmp_path / "a", recipe="mxfp8")
 
 
-def test_experts_are_values_under_their_published_names(tmp_path):
+def test_experts_are_written_unquantized_under_published_names(tmp_path):
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
@@ -228,16 +228,16 @@ def test_experts_are_values_under_their_published_names(tmp_path):
         halfstep.from_pretrained(tmp_path / "a")
 
 
-def test_a_model_of_other_layers_than_linear_ones_is_refused(tmp_path):
+def test_model_without_linear_layers_raises(tmp_path):
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0))
     words = r"layout 'mxfp8' has a place for no layer of this GPT2LMHeadModel: it is a Conv1D, and the layout is one of"
     with pytest.raises(LayoutError, match=words):
         halfstep.export(model, tmp_path / "a", recipe="mxfp8")
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT reads it
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # read by PEFT
 @pytest.mark.parametrize("first", ["quantise", "peft"])
-def test_adapters_are_saved_by_peft_and_not_exported(first, tmp_path):
+def test_adapters_are_saved_by_peft_but_not_exported(first, tmp_path):
     model, lora = llama(), peft.LoraConfig(target_modules=["q_proj"])
     if first == "quantise":
         halfstep.quantize_model(model, "mxfp8", adapters=True)
@@ -256,14 +256,14 @@ def test_adapters_are_saved_by_peft_and_not_exported(first, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_unit_scaled_models_are_refused(tmp_path):
+def test_unit_scaled_models_raise(tmp_path):
     model = llama()
     halfstep.unit_scale(model, IDS)
     with pytest.raises(LayoutError, match=r"LlamaForCausalLM is unit-scaled: its matmuls have factors"):
         halfstep.export(model, tmp_path / "a", recipe="unit-fp8")
 
 
-# ---- what is served computes what we compute, as far as its inputs are rounded alike --------------------------------
+# ---- served models compute what ours do, up to rounding of inputs ----------------------------------------------------
 
 
 def logits(model):
@@ -273,8 +273,8 @@ def logits(model):
 
 @pytest.mark.quick("mxfp8")
 @pytest.mark.parametrize("layout", ["fp8-channel", "mxfp8"])
-def test_logits_are_as_near_to_ours_as_ours_are_to_full_precision(layout, tmp_path):
-    """transformers rounds no inputs on a CPU, where ours do; the token is another where the first two are as near."""
+def test_served_logits_are_within_quantization_error_of_ours(layout, tmp_path):
+    """transformers does not round inputs on a CPU, ours does; the top token may differ if the first two are close."""
     full, model = llama(), llama()
     halfstep.quantize_model(model, ROWS[layout])
     model.save_pretrained(tmp_path / "served")
@@ -299,7 +299,7 @@ def trained(recipe):
     return model
 
 
-def test_a_static_layout_rounds_inputs_with_the_factors_that_training_left(tmp_path):
+def test_static_layout_uses_the_trained_input_scales(tmp_path):
     model = trained("fp8-delayed")
     done = halfstep.export(model, tmp_path / "served", "fp8-static")
     halfstep.quantize_model(model, "fp8-delayed")
@@ -327,7 +327,7 @@ def test_a_static_layout_rounds_inputs_with_the_factors_that_training_left(tmp_p
 @pytest.mark.parametrize(
     "recipe", ["fp8-delayed", "fp8-block", "nvfp4", "fp4-wang", *map(slow, ["mxfp8", "mxfp4", "fp8lm-o2", "coat"])]
 )
-def test_a_folder_is_read_back_bit_for_bit(recipe, tmp_path):
+def test_exported_folder_loads_bit_for_bit(recipe, tmp_path):
     model = trained(recipe)
     halfstep.export(model, tmp_path / "served", max_shard_size="200KB")
     before = torch.get_rng_state()
@@ -341,7 +341,7 @@ def test_a_folder_is_read_back_bit_for_bit(recipe, tmp_path):
 
 
 def edited(folder, change):
-    """The folder with another file of weights: `change` gets its tensors and what it says of them."""
+    """Rewrite the folder's weights file after `change` to its tensors and its halfstep metadata."""
     file = folder / "model.safetensors"
     said = json.loads(safe_open(file, "pt").metadata()[KEY])
     tensors = load_file(file)
@@ -366,7 +366,7 @@ EDITS = {
 }
 
 
-def test_edited_folders_are_refused_in_words(tmp_path):
+def test_edited_folders_raise(tmp_path):
     halfstep.export(llama(), tmp_path / "good", recipe="fp8-current")
     for name, (change, words) in EDITS.items():
         folder = shutil.copytree(tmp_path / "good", tmp_path / name)
@@ -385,7 +385,7 @@ def test_edited_folders_are_refused_in_words(tmp_path):
         halfstep.from_pretrained(tmp_path / "stock")
 
 
-# ---- named ----------------------------------------------------------------------------------------------------------
+# ---- layout names-----------------------------------------------------------------------------------------------------
 
 
 SCHEMES = {"deepseek-fp8": "fine-grained FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4", "nvfp4": "NVFP4"}
@@ -393,7 +393,7 @@ SCHEMES = {"deepseek-fp8": "fine-grained FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4
 
 @pytest.mark.quick("deepseek-fp8", "nvfp4")
 @every_layout
-def test_inspect_names_the_layout(layout, tmp_path):
+def test_inspect_recognises_the_layout(layout, tmp_path):
     done = halfstep.export(llama(), tmp_path / "served", layout, recipe=ROWS[layout])
     report = halfstep.inspect(tmp_path / "served")
     assert {found.scheme for found in report.schemes} == {SCHEMES.get(layout, "FP8")}
@@ -401,11 +401,11 @@ def test_inspect_names_the_layout(layout, tmp_path):
     assert (report.findings, report.contradictions) == ((), ())
 
 
-# ---- the page -------------------------------------------------------------------------------------------------------
+# ---- documentation --------------------------------------------------------------------------------------------------
 
 
 def table():
-    """Which formats hold which recipe's weights, for docs/export.md."""
+    """The table of docs/export.md: the formats that can hold each recipe's weights."""
     found = {name: layouts_of(get_recipe(name)) for name in list_recipes()}
     rows = [
         f"| `{n}` | {', '.join(f'`{layout.name}`' for layout in layouts)} |" for n, layouts in found.items() if layouts
@@ -413,18 +413,18 @@ def table():
     return "\n".join(["| recipe | formats that hold its weights |", "| --- | --- |", *rows])
 
 
-def test_the_page_has_the_table_of_recipes():
+def test_documentation_has_the_table_of_recipes():
     page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
     assert table() == page.split("<!-- begin: recipes -->\n")[1].split("\n<!-- end: recipes -->")[0]
 
 
-def test_every_format_is_the_closest_to_some_recipe_or_named_by_hand():
+def test_layouts_that_are_no_recipes_first_choice():
     first = {layouts[0].name for n in list_recipes() if (layouts := layouts_of(get_recipe(n)))}
     assert {*list_layouts()} - first == {"fp8-static", "deepseek-fp8"}
 
 
 def renamed(kind):
-    """A model whose published files have other names than its modules, the way to load it, and what it takes."""
+    """A model whose files use other names than its modules, the class that loads it, and its inputs."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     pixels = torch.randn(1, 3, 16, 16)
@@ -441,7 +441,7 @@ def renamed(kind):
 @pytest.mark.quick("fp8-channel-vit", "mxfp4-llava")
 @pytest.mark.parametrize("kind", ["vit", "llava"])
 @every_layout
-def test_a_model_that_is_renamed_in_files(layout, kind, tmp_path):
+def test_model_with_renamed_tensors_in_files(layout, kind, tmp_path):
     model, auto, inputs = renamed(kind)
     full = copy.deepcopy(model)
     halfstep.quantize_model(model, ROWS[layout], lambda module, path: isinstance(module, nn.Linear))
@@ -467,20 +467,20 @@ def test_a_model_that_is_renamed_in_files(layout, kind, tmp_path):
         assert_same(loaded.get_submodule(path).weight.to(dtype), model.get_submodule(path).weight.clone().to(dtype))
 
 
-def test_a_convolution_is_written_as_its_rounded_values(tmp_path):
+def test_convolutions_are_written_as_rounded_values(tmp_path):
     model, _, _ = renamed("vit")
     path = "vit.embeddings.patch_embeddings.projection"
     full = model.get_submodule(path).weight.detach().clone()
     done = halfstep.export(model, tmp_path / "served", recipe="fp8-current")
     assert done.kept == {path: "it is a Conv2d, and the layout is one of nn.Linear"}
-    quantizer = get_recipe("fp8-current").rules[-1].linear.output.rhs  # of the whole tensor, whatever its shape
+    quantizer = get_recipe("fp8-current").rules[-1].linear.output.rhs  # of the whole tensor
     written = load_file(tmp_path / "served" / "model.safetensors")[f"{path}.weight"]
     assert_same(written, quantizer(full))
     assert not torch.equal(written, full)
     assert_same(halfstep.from_pretrained(tmp_path / "served").get_submodule(path).weight.detach(), written)
 
 
-def test_a_weight_that_files_join_to_others_has_no_place(tmp_path):
+def test_weights_that_files_concatenate_raise(tmp_path):
     model = llama()
     own = [f"{name}_proj.weight" for name in "qkv"]
     model._weight_conversions = [WeightConverter("qkv.weight", own, [Chunk(dim=0)])]

@@ -1,4 +1,4 @@
-"""GGUF files: gguf's own reader returns the values that our quantizers made, under llama.cpp's names and order."""
+"""GGUF files: gguf's own reader returns our quantizers' values, under llama.cpp's names and in its order."""
 
 import copy
 import itertools
@@ -33,7 +33,7 @@ def gpt2(**options):
 
 
 def read(path):
-    """The values of every tensor, as gguf's reader and its own decoding have them, and its metadata."""
+    """The values of every tensor as gguf's reader decodes them, their types, and the metadata."""
     reader = gguf.GGUFReader(path)
     values = {
         t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()).view(*reversed(t.shape.tolist()))
@@ -43,7 +43,7 @@ def read(path):
 
 
 def pairs(weight, heads):
-    """Rows in llama.cpp's order, one by one: of each head the first of both halves, then the second, and so on."""
+    """The rows in llama.cpp's order: for each head, alternating between its first and second half."""
     size = len(weight) // heads
     rows = [h * size + half * size // 2 + i for h in range(heads) for i in range(size // 2) for half in (0, 1)]
     return weight[rows]
@@ -56,7 +56,7 @@ def quantized(model, recipe):
 
 
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "MXFP4"])
-def test_a_llama_is_read_with_the_values_of_our_quantizer(kind, tmp_path):
+def test_llama_file_holds_our_quantizers_values(kind, tmp_path):
     model = llama(attention_bias=True)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -82,7 +82,7 @@ def test_a_llama_is_read_with_the_values_of_our_quantizer(kind, tmp_path):
                 step = weight.view(len(weight), -1, 32).abs().amax(-1, keepdim=True) / 127
                 assert ((found - weight).view(len(weight), -1, 32).abs() <= 0.51 * step + 127 * step * 2**-11).all()
             else:
-                assert (found == weight).all()  # E2M1 times a power of two is a bf16 number; -0 comes back as 0
+                assert (found == weight).all()  # E2M1 times a power of two is a bf16 value; -0 is read as 0
         assert_same(values[f"blk.{i}.attn_q.bias"], pairs(model.model.layers[i].self_attn.q_proj.bias.detach(), 4))
         assert_same(values[f"blk.{i}.attn_norm.weight"], layer.input_layernorm.weight.detach())
     assert done.quantized == (tuple(path for path in done.quantized) if kind == "MXFP4" else ())
@@ -95,7 +95,7 @@ def test_a_llama_is_read_with_the_values_of_our_quantizer(kind, tmp_path):
 
 
 def llama_cpp_factor(rope, frequency):
-    """convert_hf_to_gguf.py's, of one frequency."""
+    """The rotary scaling factor of one frequency, as in convert_hf_to_gguf.py."""
     if rope["rope_type"] == "linear":
         return rope["factor"]
     length, old = 2 * math.pi / frequency, rope["original_max_position_embeddings"]
@@ -109,7 +109,7 @@ def llama_cpp_factor(rope, frequency):
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3"])
-def test_scaled_rotary_positions_are_factors(kind, tmp_path):
+def test_rotary_scaling_is_written_as_factors(kind, tmp_path):
     bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     rope = {"rope_type": kind, "factor": 8.0, "rope_theta": 10000.0, **(bounds if kind == "llama3" else {})}
     halfstep.export(llama(rope_parameters=rope).bfloat16(), tmp_path / "m.gguf", "gguf-bf16")
@@ -122,7 +122,7 @@ def test_scaled_rotary_positions_are_factors(kind, tmp_path):
     assert "rope_freqs.weight" not in read(tmp_path / "default.gguf")[0]
 
 
-def test_a_gpt2_is_transposed_and_its_tied_head_left_out(tmp_path):
+def test_gpt2_is_transposed_without_its_tied_head(tmp_path):
     model = gpt2()
     halfstep.export(model, tmp_path / "m.gguf", "gguf-mxfp4", recipe="mxfp4")
     halfstep.export(model, tmp_path / "stock.gguf", "gguf-f32")
@@ -141,13 +141,13 @@ def test_a_gpt2_is_transposed_and_its_tied_head_left_out(tmp_path):
     assert_same(values["token_embd.weight"], model.transformer.wte.weight.detach())
 
 
-def test_inspect_names_the_blocks(tmp_path):
+def test_inspect_recognises_the_blocks(tmp_path):
     halfstep.export(llama(), tmp_path / "m.gguf", "gguf-mxfp4", recipe="mxfp4")
     (found,) = halfstep.inspect(tmp_path / "m.gguf").schemes
     assert (found.scheme.upper(), found.layers) == ("GGUF MXFP4", 14)
 
 
-def test_what_gguf_does_not_hold_is_refused(tmp_path):
+def test_unsupported_gguf_exports_raise(tmp_path):
     path = tmp_path / "m.gguf"
     qwen = Qwen2ForCausalLM(Qwen2Config(**SIZES, **HEADS))
     with pytest.raises(ModelError, match=r"Qwen2ForCausalLM cannot be written as GGUF here; expected one of Llama"):
@@ -179,7 +179,7 @@ def test_what_gguf_does_not_hold_is_refused(tmp_path):
     assert path.read_text() == "mine"
 
 
-def test_layers_without_whole_blocks_are_values(tmp_path):
+def test_layers_without_whole_blocks_stay_unquantized(tmp_path):
     done = halfstep.export(llama(intermediate_size=80), tmp_path / "m.gguf", "gguf-mxfp4", recipe="mxfp4")
     assert set(done.kept) == {f"model.layers.{i}.mlp.down_proj" for i in range(2)}
     values, types, _ = read(tmp_path / "m.gguf")
@@ -192,14 +192,14 @@ def test_layers_without_whole_blocks_are_values(tmp_path):
 
 
 def fields(path):
-    """What a file says under `tokenizer.`, without that."""
+    """The file's `tokenizer.` fields, without that prefix."""
     found = gguf.GGUFReader(path).fields
     return {name.removeprefix("tokenizer."): f.contents() for name, f in found.items() if name.startswith("tokenizer.")}
 
 
 @pytest.mark.quick("gpt-2", "llama")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tokenizer_is_in_the_file(kind, tmp_path):
+def test_tokenizer_is_written_to_the_file(kind, tmp_path):
     made = made_tokenizer(kind, tmp_path / "folder")
     done = halfstep.export(llama(vocab_size=1000), tmp_path / "m.gguf", "gguf-f32", tokenizer=tmp_path / "folder")
     said, vocabulary = fields(tmp_path / "m.gguf"), made.get_vocab()
@@ -228,7 +228,7 @@ def test_a_tokenizer_is_in_the_file(kind, tmp_path):
         assert said["ggml.merges"] == [" ".join(pair) for pair in merges]
 
 
-def test_tokenizers_that_llama_cpp_would_not_follow(tmp_path):
+def test_tokenizers_unsupported_by_llama_cpp_raise(tmp_path):
     def refused(change, words, size=1000, kind="gpt-2"):
         folder = tmp_path / words
         made_tokenizer(kind, folder)
@@ -252,7 +252,7 @@ def test_tokenizers_that_llama_cpp_would_not_follow(tmp_path):
     refused(lambda said: None, "a tokenizer of 601 tokens for a model of 64", size=64)
     refused(lambda said: said["model"]["merges"].pop(5), f"no merge joins .*{out}", kind="llama")
 
-    def moved(said):  # one of two ways to a token after all others
+    def moved(said):  # moves one of two merges that give the same token to the end
         merges = said["model"]["merges"]
         first = next(i for i, (one, two) in enumerate(itertools.pairwise(merges)) if "".join(one) == "".join(two))
         merges.append(merges.pop(first))

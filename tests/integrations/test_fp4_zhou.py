@@ -1,4 +1,4 @@
-"""fp4-zhou on models as people have them: attention's projections in FP8, feed-forward layers in FP4."""
+"""fp4-zhou on common models: attention's projections in FP8, feed-forward layers in FP4."""
 
 import pytest
 import torch
@@ -41,13 +41,13 @@ ATTENTION = {
     "GPT-2": {"c_attn", "c_proj"}, "Llama": LLAMA, "BERT": BERTS, "T5": {"q", "k", "v", "o"},
 }  # fmt: skip
 FEED_FORWARD = {"gpt": 2, "llama": 3, "bert": 2, "GPT-2": 2, "Llama": 3, "BERT": 2, "T5": 4}
-"""How many feed-forward layers each has."""
+"""The number of feed-forward linear layers of each model."""
 RECIPES = ("fp4-zhou-dgrad-fp8", "fp4-zhou-dgrad-bf16")
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", MODELS)
-def test_each_layer_gets_its_own_format(kind, name):
+def test_attention_layers_are_fp8_and_feed_forward_fp4(kind, name):
     specs = match(MODELS[kind](), get_recipe(name), None).specs
     coarse = {path for path, spec in specs.items() if spec.output.lhs.format.bits == 4}
     fine = specs.keys() - coarse
@@ -62,18 +62,18 @@ def test_each_layer_gets_its_own_format(kind, name):
         assert dgrad == ({8} if name.endswith("fp8") else {None})
 
 
-def test_the_short_name_is_the_reading_of_the_notes():
+def test_short_name_is_the_dgrad_fp8_variant():
     assert get_recipe("fp4-zhou") is get_recipe("fp4-zhou-dgrad-fp8")
 
 
-def test_a_model_without_a_layer_to_round_says_so():
+def test_model_without_layers_to_round_raises():
     with pytest.raises(halfstep.errors.RecipeError, match=r"rule '\*' matched no layer .*Nearest: the model has none"):
         halfstep.apply(nn.Embedding(4, 4), "fp4-zhou")
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_step_is_near_the_stock_models_and_ends_as_bf16(name):
-    """The output differs from bf16's by FP4's share, and after the change by nothing."""
+def test_outputs_are_near_the_stock_models_and_equal_bf16_after_the_stage(name):
+    """The output differs from bf16's by FP4's error, and after the stage change not at all."""
     torch.manual_seed(0)
     tokens = torch.randint(0, 64, (2, 16))
 
@@ -96,8 +96,8 @@ def test_a_step_is_near_the_stock_models_and_ends_as_bf16(name):
 
 @pytest.mark.parametrize("later", ["", " until 50%, then bf16-mixed"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_report_says_where_no_layer_is_attentions(name, later):
-    """A model with other names has all of its layers in FP4; one of them called attention is enough."""
+def test_report_notes_if_no_layer_is_matched_as_attention(name, later):
+    """In a model with other names, all layers are in FP4; one layer called attention suffices to silence the note."""
     line = "no layer is matched as attention, by *attn, *attn.*, *ttention, *ttention.*: later rules apply"
     for kind, said in (("query", True), ("self_attn", False)):
         model = nn.ModuleDict({kind: nn.Linear(8, 8), "feed": nn.Linear(8, 8)})

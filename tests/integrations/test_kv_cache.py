@@ -1,4 +1,4 @@
-"""A KV cache in few bits: beside one that keeps rounded numbers, formulas of its own, and what is refused."""
+"""LowBitCache against a cache of rounded values, formulas, and unsupported configurations."""
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2, max_position_embeddings=128, head_dim=40, pad_token_id=0,
 )  # fmt: skip
 BITS = {"int8": 8 + 32 / 40, "e4m3fn": 8 + 32 / 40, "mxfp8": 8 + 16 / 40, "int4": 4 + 32 / 40, "mxfp4": 4 + 16 / 40}
-"""A number, of heads of 40 numbers: a float32 scale, or two of bf16 or E8M0."""
+"""Bits per element of heads of 40 elements, with a float32 scale or two of bf16 or E8M0."""
 
 
 class Rounded(DynamicCache):
-    """Numbers that are rounded as they come: what codes must decode to."""
+    """A cache that rounds keys and values on arrival; LowBitCache must decode to the same."""
 
     def __init__(self, config, kind):
         super().__init__(config=config)
@@ -37,7 +37,7 @@ def model():
 
 @pytest.mark.quick("e4m3fn", "int4")
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_generates_as_from_rounded_keys_and_values(kind):
+def test_generation_equals_that_from_rounded_keys_and_values(kind):
     llama, prompt = model(), torch.randint(1, 64, (2, 9))
     coded, rounded = LowBitCache(CONFIG, kind), Rounded(CONFIG, kind)
     how = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
@@ -50,7 +50,7 @@ def test_it_generates_as_from_rounded_keys_and_values(kind):
     assert coded.nbytes * 8 == pytest.approx(numbers * BITS[kind])
 
 
-def test_int8_is_a_scale_for_each_head_of_each_token():
+def test_int8_has_a_scale_per_token_and_head():
     x = torch.randn(2, 3, 5, 16) * torch.logspace(-3, 3, 5)[:, None]
     keys, values = LowBitCache(CONFIG, "int8").update(x, -x, 0)
     scale = x.double().abs().amax(-1, keepdim=True) / 127
@@ -60,7 +60,7 @@ def test_int8_is_a_scale_for_each_head_of_each_token():
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_a_prompt_at_once_and_token_by_token_leave_the_same_codes(kind):
+def test_codes_do_not_depend_on_how_the_prompt_is_split(kind):
     once, by_token = LowBitCache(CONFIG, kind), LowBitCache(CONFIG, kind)
     x = torch.randn(2, 2, 7, 40).to(torch.bfloat16)
     keys, _ = once.update(x, x, 0)
@@ -72,7 +72,7 @@ def test_a_prompt_at_once_and_token_by_token_leave_the_same_codes(kind):
     assert once.get_seq_length() == 7
 
 
-def test_what_moves_samples_and_tokens_moves_codes():
+def test_reordering_and_cropping_apply_to_codes():
     coded, rounded = LowBitCache(CONFIG, "int4"), Rounded(CONFIG, "int4")
     x = torch.randn(3, 2, 6, 40)
     for cache in (coded, rounded):
@@ -87,14 +87,14 @@ def test_what_moves_samples_and_tokens_moves_codes():
     assert (coded.get_seq_length(), coded.nbytes) == (0, 0)
 
 
-def test_beams_are_those_of_rounded_keys_and_values():
+def test_beam_search_equals_that_from_rounded_keys_and_values():
     llama, prompt = model(), torch.randint(1, 64, (2, 5))
     caches = LowBitCache(CONFIG, "mxfp8"), Rounded(CONFIG, "mxfp8")
     found, expected = (llama.generate(prompt, past_key_values=c, num_beams=3, max_new_tokens=5) for c in caches)
     assert torch.equal(found, expected)
 
 
-def test_values_may_be_kept_otherwise_than_keys():
+def test_keys_and_values_may_have_different_formats():
     x = torch.randn(1, 2, 3, 40)
     keys, values = LowBitCache(CONFIG, "int8", KINDS["int4"]).update(x, x, 0)
     assert (keys - x).norm() * 5 < (values - x).norm()
@@ -108,11 +108,11 @@ def test_values_may_be_kept_otherwise_than_keys():
         (get_quantizer("nvfp4"), "Expected scales per row or part of a row"),
     ],
 )
-def test_what_would_round_tokens_together_is_refused(kind, message):
+def test_quantizers_that_share_scales_between_tokens_raise(kind, message):
     with pytest.raises(QuantizationError, match=message):
         LowBitCache(CONFIG, kind)
 
 
-def test_a_model_with_a_window_is_refused():
+def test_sliding_window_model_raises():
     with pytest.raises(ModelError, match="layer 0 of this MistralConfig has a DynamicSlidingWindowLayer"):
         LowBitCache(MistralConfig(num_hidden_layers=1, sliding_window=8))

@@ -1,4 +1,4 @@
-"""Lightning's Trainer gives what the documented loop gives, or the plugin says why it cannot."""
+"""Lightning's Trainer gives the documented loop's results, or the plugin raises an error that says why not."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Callback, Trainer, callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from matrix_accelerate import by_hand, loader
+from matrix_accelerate import documented_loop, loader
 from matrix_lightning import QUIET, Module, fit, trainer_of
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
@@ -28,7 +28,7 @@ LOUD = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
 
 
 class Scheduled(Module):
-    """Losses at the steps `overflows` are infinite; what it saw is noted."""
+    """A module with infinite losses at the steps `overflows`."""
 
     def __init__(self, recipe, overflows=()):
         super().__init__(recipe)
@@ -40,7 +40,7 @@ class Scheduled(Module):
 
 
 class Watch(Callback):
-    """Notes each step: the gradients' norm before it, the learning rate and the loss scale after it."""
+    """Records the gradient norm before each step, and learning rate and loss scale after it."""
 
     def __init__(self):
         self.norms, self.rates, self.scales, self.skipped = [], [], [], []
@@ -64,7 +64,7 @@ def watched(recipe, module=None, **options):
 
 @pytest.mark.quick("fp32", "bf16-stochastic")
 @pytest.mark.parametrize("name", ["fp32", "bf16-stochastic", "bf16-master", "fp16-mixed", "fp8-delayed", "fp8lm-o2"])
-def test_resuming_from_model_checkpoint_is_never_having_stopped(tmp_path, name):
+def test_resuming_from_model_checkpoint_equals_an_uninterrupted_run(tmp_path, name):
     saves = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     whole = fit(trainer_of(name, callbacks=[saves], enable_checkpointing=True), Module(name))
     assert len(list(tmp_path.iterdir())) == 4
@@ -72,7 +72,7 @@ def test_resuming_from_model_checkpoint_is_never_having_stopped(tmp_path, name):
     assert_same(again, whole)
 
 
-def test_a_step_that_overflows_is_left_out_and_its_scheduler_waits():
+def test_overflowing_step_is_skipped_with_its_scheduler():
     module = Scheduled("fp16-mixed", overflows=(2, 5))
     _, watch, trainer = watched("fp16-mixed", module)
     assert watch.skipped == [step in (2, 5) for step in range(8)]
@@ -90,7 +90,7 @@ def test_hooks_see_unscaled_gradients():
 
 @pytest.mark.parametrize("name", ["fp32", "fp16-mixed"])
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_clipping_is_of_unscaled_gradients(name, algorithm):
+def test_clipping_uses_unscaled_gradients(name, algorithm):
     class Descent(Module):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=1.0)
@@ -105,7 +105,7 @@ def test_clipping_is_of_unscaled_gradients(name, algorithm):
 
 
 class TwoNetworks(Module):
-    """Manual optimization of two networks, as in a GAN; `together`: both backward passes before both steps."""
+    """Manual optimization of two networks, as in a GAN; `together` runs both backward passes before both steps."""
 
     def __init__(self, recipe, together, overflow=None):
         super().__init__(recipe)
@@ -134,7 +134,7 @@ class TwoNetworks(Module):
         return [adamw(self.net), adamw(self.other)]
 
 
-def two_by_hand(recipe, together, overflow=None):
+def documented_loop_of_two(recipe, together, overflow=None):
     nets, scalers, optimizers = nn.ModuleList([mlp(), mlp(1)]), [], []
     halfstep.apply(nets, recipe)
     for net in nets:
@@ -167,16 +167,16 @@ def two_by_hand(recipe, together, overflow=None):
 @pytest.mark.quick("fp16-mixed-1-False", "bf16-mixed-None-True")
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize(("name", "overflow"), [("fp32", None), ("fp16-mixed", 1), ("bf16-mixed", None)])
-def test_manual_optimization_of_two_networks_is_the_documented_loop(name, together, overflow):
-    """The loss scale stays while gradients wait for their step."""
+def test_manual_optimization_of_two_networks_equals_the_documented_loop(name, together, overflow):
+    """The loss scale does not change while other gradients wait for their step."""
     module = TwoNetworks(name, together, overflow)
     fit(trainer_of(name, **LOUD), module)
-    expected = two_by_hand(name, together, overflow)
+    expected = documented_loop_of_two(name, together, overflow)
     assert_same([p.detach() for p in (*module.net.parameters(), *module.other.parameters())], expected)
 
 
-def test_a_network_that_steps_twice_in_a_training_step_is_read_as_it_is_then():
-    """Autocast, which lasts as long as the training step, keeps casts of weights; none outlives a step."""
+def test_second_step_in_a_training_step_uses_updated_weights():
+    """Autocast lasts for a whole training step and caches casts of weights; no cast may outlive an optimizer step."""
 
     class Twice(Module):
         automatic_optimization = False
@@ -199,7 +199,7 @@ def test_a_network_that_steps_twice_in_a_training_step_is_read_as_it_is_then():
     assert_same(found, dict(model.state_dict()))
 
 
-def test_a_second_step_while_gradients_of_another_wait_is_an_error():
+def test_step_while_other_scaled_gradients_wait_raises():
     class Uneven(TwoNetworks):
         def training_step(self, batch, index):
             x, y = batch
@@ -213,7 +213,7 @@ def test_a_second_step_while_gradients_of_another_wait_is_an_error():
         fit(trainer_of("fp16-mixed", **LOUD), Uneven("fp16-mixed", True))
 
 
-def test_manual_optimization_by_closures():
+def test_manual_optimization_with_closures():
     class Closed(Module):
         automatic_optimization = False
 
@@ -233,7 +233,7 @@ def test_manual_optimization_by_closures():
     assert all(not torch.equal(after[name], start[name]) for name in after)
 
 
-def test_a_training_step_that_returns_none_moves_nothing():
+def test_training_step_that_returns_none_changes_no_weight():
     class Silent(Module):
         def training_step(self, batch, index):
             super().training_step(batch, index)
@@ -242,7 +242,7 @@ def test_a_training_step_that_returns_none_moves_nothing():
     assert_same(fit(trainer_of("fp16-mixed", **LOUD), Silent("fp16-mixed")), dict(start))
 
 
-def test_evaluation_follows_the_recipe_and_a_module_may_be_fitted_again():
+def test_evaluation_follows_the_recipe_and_a_module_can_be_fitted_again():
     class Seen(Module):
         def validation_step(self, batch, index):
             self.dtype_seen = self.net(batch[0]).dtype
@@ -261,7 +261,7 @@ def test_evaluation_follows_the_recipe_and_a_module_may_be_fitted_again():
 
 
 class Evaluated(Module):
-    """Has something to validate, and notes all that is kept of its weights when a fit begins and when it ends."""
+    """A module with validation that records its full-precision weights at the start and end of a fit."""
 
     def validation_step(self, batch, index):
         self.net(batch[0])
@@ -299,7 +299,7 @@ def test_masters_outlive_evaluation_and_the_next_fit(recipe):
 
 
 class Pruned(Module):
-    """Notes its first weights, and those that pruning puts back."""
+    """Records its initial weights and those that pruning restores."""
 
     def on_train_start(self):
         self.first, self.found = self.originals(), []
@@ -311,10 +311,10 @@ class Pruned(Module):
         return [p.detach().clone() for p in self.parameters() if p.dim() > 1]
 
 
-def test_stages_begin_where_the_documented_loop_begins_them():
+def test_stages_begin_as_in_the_documented_loop():
     recipe = "fp8-delayed until 50%, then bf16-mixed"
     trainer, module = trainer_of(recipe), Module(recipe)
-    assert_same(fit(trainer, module), by_hand(recipe, total_steps=4))
+    assert_same(fit(trainer, module), documented_loop(recipe, total_steps=4))
     with pytest.raises(RecipeError, match=r"is after step 4 and the Trainer after step 0"):
         fit(trainer_of(recipe), module)
     assert trainer.precision_plugin.state_dict()["halfstep"]["stages"]["stage"] == 1
@@ -324,7 +324,7 @@ def test_stages_begin_where_the_documented_loop_begins_them():
 
 
 class CalledWhole(Module):
-    """Calls itself, whose forward is the compiled one."""
+    """A module whose training step calls its compiled forward."""
 
     def forward(self, x):
         return self.net(x)
@@ -336,7 +336,7 @@ class CalledWhole(Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", QUICK)
-def test_a_compiled_module_is_the_module(recipe):
+def test_compiled_module_equals_eager(recipe):
     graphs = []
 
     def backend(graph, inputs):
@@ -350,8 +350,8 @@ def test_a_compiled_module_is_the_module(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16-master", "fp16-pure", "fp8lm-o2"])
-def test_lottery_tickets_go_back_to_what_the_recipe_stores(recipe):
-    """Pruned after each epoch, weights are the first ones again, as the recipe stores them, each time."""
+def test_lottery_ticket_pruning_restores_the_stored_weights(recipe):
+    """After each epoch's pruning the weights are the initial ones again, as the recipe stores them."""
     module = Pruned(recipe)
     prune = ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=True)
     fit(trainer_of(recipe, callbacks=[prune]), module)
@@ -369,8 +369,8 @@ class Validated(Module):
 @pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="it came with Lightning 2.6")
 @pytest.mark.parametrize("kind", [Module, Validated])
 @pytest.mark.parametrize("recipe", ["bf16-master", "fp8lm-o2", "bf16-mixed"])
-def test_averages_are_in_float32_until_validation_rounds_them(recipe, kind):
-    """Each validation swaps the average with the weights, and that is said where weights have fewer bits."""
+def test_weight_averages_are_float32_until_validation_rounds_them(recipe, kind):
+    """Each validation swaps the average with the weights, which warns if weights have fewer bits."""
     average, module = callbacks.EMAWeightAveraging(decay=0.999), kind(recipe)
     trainer = trainer_of(recipe, callbacks=[average], limit_val_batches=1)
     with warnings.catch_warnings(record=True) as told:
@@ -383,7 +383,7 @@ def test_averages_are_in_float32_until_validation_rounds_them(recipe, kind):
     assert kind is Validated or any(not torch.equal(p, p.bfloat16().float()) for p in kept)
 
 
-def test_what_cannot_be_right_is_refused(monkeypatch):
+def test_unsupported_configurations_raise(monkeypatch):
     with pytest.raises(ValueError, match="Received both `precision=bf16-mixed` and `plugins="):
         trainer_of("fp32", precision="bf16-mixed")
     with pytest.raises(RecipeError, match="unknown recipe 'fp9'"):
@@ -405,7 +405,7 @@ def test_what_cannot_be_right_is_refused(monkeypatch):
         HalfstepPrecision("fp32").convert_module(module)
 
 
-def test_an_optimizer_without_a_rule_is_refused():
+def test_optimizer_without_an_update_rule_raises():
     class Foreign(Module):
         def configure_optimizers(self):
             return torch.optim.Adadelta(self.parameters())
@@ -414,7 +414,7 @@ def test_an_optimizer_without_a_rule_is_refused():
         fit(trainer_of("fp32"), Foreign("fp32"))
 
 
-def test_without_lightning_a_sentence_names_the_extra(monkeypatch):
+def test_missing_lightning_names_the_extra(monkeypatch):
     for name in ("lightning", "lightning.pytorch"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "halfstep.integrations.lightning")
@@ -435,14 +435,14 @@ for name in sys.argv[3].split(","):
 
 
 @pytest.mark.slow
-def test_two_ranks_stay_equal_and_are_one_process_where_they_see_the_same_batches(tmp_path):
+def test_two_ranks_are_equal_and_train_like_one_process(tmp_path):
     names = [*QUICK, "bf16-mixed"]
-    program = tmp_path / "ranks.py"  # Lightning starts the second rank by its file
+    program = tmp_path / "ranks.py"  # Lightning starts the second rank by running this file
     program.write_text(RANK)
     command = [sys.executable, str(program), str(Path(__file__).parent), str(tmp_path), ",".join(names)]
     subprocess.run(command, check=True, timeout=500)
     for name in names:
         first, second = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in (0, 1))
         assert_same(first, second)
-        if name != "fp8lm-o2":  # which rounds the ranks' sum of gradients, and alone each of them
-            assert_same(first, by_hand(name))
+        if name != "fp8lm-o2":  # it rounds the sum of gradients on ranks, but each gradient in one process
+            assert_same(first, documented_loop(name))

@@ -1,7 +1,6 @@
-"""llama.cpp computes our GGUF files as we do: in float32 to its last bits, in few bits to its rounding of inputs.
+"""llama.cpp computes our GGUF files like we do: float32 up to the last bits, low-bit up to its rounding of inputs.
 
-It wants `pip install llama-cpp-python`, which compiles llama.cpp for the better part of an hour, and is in no extra.
-"""
+Needs `pip install llama-cpp-python`, which compiles llama.cpp for most of an hour and is in no extra."""
 
 import ctypes
 
@@ -20,7 +19,7 @@ TOKENS = torch.randint(0, 64, (24,), generator=torch.Generator().manual_seed(1))
 
 
 def logits_of(path):
-    """What llama.cpp makes of TOKENS, one thread, no flash attention, keys and values in float32."""
+    """llama.cpp's logits for TOKENS with one thread, no flash attention, and float32 keys and values."""
     model = cpp.llama_model_load_from_file(str(path).encode(), cpp.llama_model_default_params())
     assert model, "llama.cpp does not load it"
     options = cpp.llama_context_default_params()
@@ -40,17 +39,17 @@ def logits_of(path):
 
 
 @pytest.mark.parametrize(("format", "recipe", "bound"), [
-    ("gguf-f32", None, 1e-3),  # GPT-2's GELU is a table in fp16 there
+    ("gguf-f32", None, 1e-3),  # llama.cpp's GELU for GPT-2 is an fp16 table
     ("gguf-bf16", None, 0.02),  # inputs are rounded to bf16
-    ("gguf-q8_0", None, 0.05),  # and to 8 bits, as the weights
+    ("gguf-q8_0", None, 0.05),  # inputs are rounded to 8 bits, like the weights
     ("gguf-mxfp4", "mxfp4", 0.05),
 ])  # fmt: skip
 @pytest.mark.parametrize("make", [llama, gpt2])
-def test_its_logits_are_those_of_the_weights_in_the_file(make, format, recipe, bound, tmp_path):
+def test_logits_equal_those_of_the_exported_weights(make, format, recipe, bound, tmp_path):
     model = make().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() > 1:  # logits far apart
+            if parameter.dim() > 1:  # spreads the logits
                 parameter.mul_(3.0).copy_(parameter.bfloat16() if format == "gguf-bf16" else parameter)
     halfstep.export(model, tmp_path / "model.gguf", recipe=recipe, format=format)
     if recipe is not None:
@@ -70,7 +69,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 
 @pytest.mark.parametrize("scaling", [{"rope_type": "linear"}, {"rope_type": "llama3", **LLAMA3}])
-def test_it_scales_rotary_positions_as_we_do(scaling, tmp_path):
+def test_scaled_rotary_logits_equal_ours(scaling, tmp_path):
     parameters = {"rope_theta": 10000.0, "factor": 4.0, **scaling}
     model, plain = llama(rope_parameters=parameters).eval(), llama().eval()
     with torch.no_grad():
@@ -83,7 +82,7 @@ def test_it_scales_rotary_positions_as_we_do(scaling, tmp_path):
 
 
 def tokens_of(vocabulary, text, special):
-    """What llama.cpp makes of a text: with the tokens of its ends, and special ones that it names."""
+    """llama.cpp's tokens of a text, with begin and end tokens, and special tokens recognised if `special`."""
     data, room = text.encode(), 2 * len(text.encode()) + 8
     found = (cpp.llama_token * room)()
     count = cpp.llama_tokenize(vocabulary, data, len(data), found, room, True, special)
@@ -92,7 +91,7 @@ def tokens_of(vocabulary, text, special):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_tokens_are_those_of_transformers(kind, tmp_path):
+def test_tokens_equal_transformers(kind, tmp_path):
     made = made_tokenizer(kind, tmp_path / "folder")
     halfstep.export(llama(vocab_size=1000), tmp_path / "m.gguf", "gguf-f32", tokenizer=tmp_path / "folder")
     options = cpp.llama_model_default_params()
@@ -102,7 +101,7 @@ def test_its_tokens_are_those_of_transformers(kind, tmp_path):
     strange = ["", "a", "two\n\n\nlines\t", "é ü 日本語 🚀🚀 \u200d", "I'LL don't 1234567 3.14", "\r\n \r\n"]
     for text in (*texts(), *strange):
         assert tokens_of(vocabulary, text, False) == made(text)["input_ids"]
-    for text in (" ", "  two"):  # SentencePiece begins any text with a space, and transformers one that has none
+    for text in (" ", "  two"):  # SentencePiece prefixes any text with a space, transformers only text without one
         assert (tokens_of(vocabulary, text, False) == made(text)["input_ids"]) == (kind != "llama")
     named = f"one{made.eos_token}<mine>"
     assert tokens_of(vocabulary, named, True) == made(named)["input_ids"]

@@ -1,4 +1,4 @@
-"""The matrix of docs/integrations.md says what training found: it renders matrix.json, which is held true here."""
+"""The matrix of docs/integrations.md renders matrix.json, whose outcomes are checked by training."""
 
 import json
 
@@ -12,11 +12,11 @@ RECORDED = json.loads(KEPT.read_text())
 REST = tuple(recipe for recipe in EVERY if recipe not in QUICK)
 
 
-def test_the_page_shows_the_matrix_that_was_recorded():
+def test_documentation_shows_the_recorded_matrix():
     assert TABLE.read() == render(RECORDED), "run python tests/integrations/matrix.py --render --write"
 
 
-def test_every_column_was_recorded():
+def test_every_column_is_recorded():
     assert [*RECORDED] == columns(), "run python tests/integrations/matrix.py --write NAME"
 
 
@@ -29,6 +29,6 @@ def test_no_cell_is_wrong():
     "recipes", [pytest.param(QUICK, id="quick"), pytest.param(REST, id="rest", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("column", columns())
-def test_the_matrix_is_what_happens(column, recipes):
+def test_recorded_refusals_equal_the_outcomes(column, recipes):
     recorded = RECORDED.get(column, {})
     assert refusals(column, recipes) == {recipe: recorded[recipe] for recipe in recipes if recipe in recorded}

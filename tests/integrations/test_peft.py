@@ -1,4 +1,4 @@
-"""Adapters of PEFT under recipes: float32 and unrounded in both orders; merged and saved, stock libraries read them."""
+"""PEFT adapters under recipes: float32 and unrounded in both orders, readable by stock libraries merged or saved."""
 
 import itertools
 import warnings
@@ -37,8 +37,8 @@ def distance(x, y):
 
 @pytest.mark.quick("fp32")
 @pytest.mark.parametrize("name", ["fp32", "fp8-delayed"])
-def test_both_orders_train_alike(name):
-    """Where the model's weights stay float32: PEFT itself rounds a new adapter to the dtype of what it adapts."""
+def test_both_orders_train_equally(name):
+    """For bases that stay in float32; PEFT rounds a new adapter to the dtype of the layer it adapts."""
     first, second = (prepared(name, order) for order in ORDERS)
     assert train(*first) == train(*second)
     for one, other in zip(trained(first[0]).values(), trained(second[0]).values(), strict=True):
@@ -53,7 +53,7 @@ STORED = {"bf16-stochastic": 2e-2, "fp16-pure": 4e-3, "fp8-current": 0.1, "fp8lm
     ("name", "order"),
     slow_unless(in_turn([*STORED], ORDERS).__contains__, itertools.product(STORED, ORDERS)),
 )
-def test_merged_it_is_a_stock_model(name, order, tmp_path):
+def test_merged_model_is_a_stock_model(name, order, tmp_path):
     model, optimizer, scaler = prepared(name, order, use_dora=name == "fp16-pure")
     train(model, optimizer, scaler)
     expected = logits(model)
@@ -67,11 +67,11 @@ def test_merged_it_is_a_stock_model(name, order, tmp_path):
         assert type(parameter) is torch.nn.Parameter
         assert_same(stock.get_parameter(name_).detach(), parameter.detach())
     assert distance(logits(stock), expected) < STORED[name]
-    assert distance(logits(llama()), expected) > 2 * distance(logits(stock), expected)  # the adapters are in it
+    assert distance(logits(llama()), expected) > 2 * distance(logits(stock), expected)  # the adapters are included
 
 
 @pytest.mark.parametrize("name", ["bf16-stochastic", "fp8lm-o2"])
-def test_a_merged_weight_is_rounded_once_to_how_the_base_is_stored(name):
+def test_merged_weight_is_rounded_once_to_the_base_format(name):
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler)
     layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
@@ -86,7 +86,7 @@ def test_a_merged_weight_is_rounded_once_to_how_the_base_is_stored(name):
 
 @pytest.mark.quick("bf16-master")
 @pytest.mark.parametrize("name", ["bf16-master", "fp8-delayed"])
-def test_its_adapter_file_is_stock(name, tmp_path):
+def test_adapter_file_loads_in_stock_peft(name, tmp_path):
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler)
     model.save_pretrained(tmp_path)
@@ -104,7 +104,7 @@ def test_its_adapter_file_is_stock(name, tmp_path):
 
 @pytest.mark.quick("recipe first")
 @every_order
-def test_adapters_are_switched_off_and_for_others(order):
+def test_adapters_can_be_disabled_and_switched(order):
     model, optimizer, scaler = prepared("bf16-stochastic", order)
     with model.disable_adapter():
         before = logits(model)
@@ -116,8 +116,8 @@ def test_adapters_are_switched_off_and_for_others(order):
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
     model.set_adapter("second")
-    assert_same(logits(model), before)  # whose lora_B is zero
-    if not version("peft").startswith("0.18."):  # whose add_adapter leaves it in the dtype of what it adapts
+    assert_same(logits(model), before)  # a new adapter's lora_B is zero
+    if not version("peft").startswith("0.18."):  # peft 0.18's add_adapter keeps the base layer's dtype
         assert {p.dtype for n, p in model.named_parameters() if "second" in n} == {torch.float32}
     model.set_adapter("default")
     assert_same(logits(model), first)
@@ -127,7 +127,7 @@ def test_adapters_are_switched_off_and_for_others(order):
     assert distance(logits(model), first) < 2e-2
 
 
-def test_an_adapter_that_comes_later_in_16_bits_is_not_trained_so():
+def test_16_bit_adapter_added_later_raises():
     model = llama()
     halfstep.apply(model, "bf16-stochastic")
     model = adapted(model, autocast_adapter_dtype=False)
@@ -145,7 +145,7 @@ def test_an_adapter_that_comes_later_in_16_bits_is_not_trained_so():
 @pytest.mark.quick("bf16-stochastic-adapters first")
 @every_order
 @pytest.mark.parametrize("name", ["bf16-stochastic", "fp8-delayed"])
-def test_a_wrapped_model_is_audited_advanced_and_reverted(name, order):
+def test_wrapped_model_can_be_audited_advanced_and_reverted(name, order):
     model, optimizer, scaler = prepared(name, order)
     train(model, optimizer, scaler, 1)
     report = halfstep.audit(model, optimizer, scaler)
@@ -161,7 +161,7 @@ def test_a_wrapped_model_is_audited_advanced_and_reverted(name, order):
     assert type(model.get_base_model()) is LlamaForCausalLM
 
 
-def test_it_generates_without_a_word():
+def test_generates_without_warnings():
     model, *_ = prepared("bf16-stochastic")
     model.eval()
     made = model.generate(input_ids=batch()["input_ids"][:1], max_new_tokens=3, do_sample=False, pad_token_id=0)
@@ -180,9 +180,9 @@ TUNERS = {
 
 
 @pytest.mark.quick("norms", "prompts")
-@pytest.mark.filterwarnings("ignore:Unsupported layer type")  # PEFT's, of any norm
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")  # a warning of PEFT for any norm
 @pytest.mark.parametrize("kind", TUNERS)
-def test_every_method_of_peft_trains_in_float32(kind):
+def test_peft_methods_train_in_float32(kind):
     model, optimizer, scaler = prepared("bf16-stochastic", config=TUNERS[kind])
     assert {p.dtype for p in trained(model).values()} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
@@ -190,11 +190,11 @@ def test_every_method_of_peft_trains_in_float32(kind):
     assert losses[-1] < losses[0]
 
 
-def test_copies_that_are_saved_follow_the_recipe_as_the_layers_they_are_copies_of():
+def test_modules_to_save_follow_the_recipe_like_their_originals():
     torch.manual_seed(0)
     model = LlamaForSequenceClassification(llama().config)
     model.config.pad_token_id = 0
-    model = adapted(model, task_type="SEQ_CLS")  # which saves `score`
+    model = adapted(model, task_type="SEQ_CLS")  # saves a copy of `score`
     report = halfstep.apply(model, "fp8-current")
     score = "base_model.model.score"
     assert report.kept[f"{score}.modules_to_save.default"] == report.kept[f"{score}.original_module"] == "output head"

@@ -1,4 +1,4 @@
-"""Buffers of Hugging Face models after `model.bfloat16()`: rotary frequencies are found, harmless ones are not."""
+"""Buffers of Hugging Face models after `model.bfloat16()`: rounded rotary frequencies are found, harmless ones not."""
 
 import warnings
 
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.slow
 
 BF16 = 2.0**-8
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-ROTARY = {  # class, configuration, and the end of the buffer's name
+ROTARY = {  # class: configuration, suffix of the buffer's name
     "LlamaForCausalLM": (SIZES, "inv_freq"),
     "GPTNeoXForCausalLM": (SIZES, "inv_freq"),
     "GemmaForCausalLM": ({**SIZES, "num_key_value_heads": 2, "head_dim": 32}, "inv_freq"),
 }
 SPATIAL = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
 SEQ2SEQ = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
-HARMLESS = {  # T5's buckets, ALiBi, learned positions and their ids; statistics of batch norms
+HARMLESS = {  # T5's buckets, ALiBi, learned positions and their ids, batch norm statistics
     "T5ForConditionalGeneration": {**SEQ2SEQ, "decoder_start_token_id": 0},
     "BloomForCausalLM": {"vocab_size": 64, "hidden_size": 48, "n_layer": 2, "n_head": 12},
     "MptForCausalLM": {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 64},
@@ -50,7 +50,7 @@ def inputs(model, length=512):
     if model.main_input_name != "pixel_values":
         ids = torch.randint(3, 64, (1, length))
         return {"input_ids": ids, "labels": ids}
-    model.train()  # statistics that are no longer zeros and ones
+    model.train()  # so that statistics are not zeros and ones
     with torch.no_grad():
         for _ in range(4):
             model(pixel_values=0.5 + torch.randn(4, 3, 64, 64))
@@ -72,7 +72,7 @@ def warned(model):
 
 
 @pytest.mark.parametrize("name", ROTARY)
-def test_rotary_frequencies_are_seen_by_probe_apply_and_audit(name):
+def test_rounded_rotary_frequencies_are_found_by_probe_apply_and_audit(name):
     config, last = ROTARY[name]
     model = build(name, config)
     (found,) = measured(model, inputs(model)).harmful
@@ -85,21 +85,21 @@ def test_rotary_frequencies_are_seen_by_probe_apply_and_audit(name):
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_is_harmless_raises_no_alarm(name):
+def test_harmless_buffers_give_no_finding(name):
     model = build(name, HARMLESS[name])
     found = measured(model, inputs(model, 64))
     assert found.harmful == (), found
     if name.endswith("ImageClassification"):
-        assert len(found.found) > 3  # batch norms' statistics are rounded, by no more than a rounding
+        assert len(found.found) > 3  # batch norm statistics change by at most one rounding
     model.bfloat16()
     assert [one for one in halfstep.audit(model).findings if one.what == "rounded buffers"] == []
     assert warned(model) == []
 
 
-def test_a_table_of_sines_is_named_and_what_it_does_is_measured():
+def test_sinusoidal_table_is_named_and_its_error_measured():
     config = {"vocab_size": 64, "d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 2}
     model = build("XGLMForCausalLM", config)
     found = measured(model, inputs(model, 64))
     assert [one.name for one in found.found] == ["model.embed_positions.weights"]
-    assert found.harmful == ()  # added once, an error of one rounding
+    assert found.harmful == ()  # added once: an error of one rounding
     assert "embed_positions.weights" in warned(model.bfloat16())[0]

@@ -1,4 +1,4 @@
-"""Hugging Face models, saved to a folder and probed through the command line."""
+"""`halfstep probe` on folders of Hugging Face models."""
 
 import json
 
@@ -12,7 +12,7 @@ from families import slow_unless
 
 @pytest.fixture
 def saved(tmp_path):
-    """A model of the zoo, changed or not, in a folder."""
+    """A function that saves a model of the zoo, optionally changed, to a folder."""
 
     def save(kind, change=lambda model: None):
         model = MEMBERS[kind].build()
@@ -25,7 +25,7 @@ def saved(tmp_path):
 
 
 def tall_wo(model):
-    """What T5 checkpoints do: outputs of `wo` pass 65504, and the norms after it bring them back."""
+    """As in T5 checkpoints: outputs of `wo` exceed 65504, and the following norms bring them back."""
     for stack in (model.encoder, model.decoder):
         for block in stack.block:
             block.layer[-1].DenseReluDense.wi.weight *= 100
@@ -38,7 +38,7 @@ def probe(run, folder, *words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_unless("llama".__eq__, ["t5", "gpt2", "llama", "bert"]))
-def test_a_healthy_model_of_a_folder_is_safe(run, saved, kind):
+def test_healthy_model_is_safe(run, saved, kind):
     code, out, _ = probe(run, saved(kind), "--json")
     found = json.loads(out)
     assert code == 0, found["first_failure"]
@@ -49,7 +49,7 @@ def test_a_healthy_model_of_a_folder_is_safe(run, saved, kind):
 
 
 @pytest.mark.slow
-def test_t5_keeps_wo_in_float32_and_passes(run, saved):
+def test_suggestion_for_t5_keeps_wo_in_float32(run, saved):
     code, out, _ = probe(run, saved("t5", tall_wo), "--json")
     found = json.loads(out)
     assert code == 1
@@ -61,7 +61,7 @@ def test_t5_keeps_wo_in_float32_and_passes(run, saved):
     assert found["tried"][-1]["output_error"] < 0.02
 
 
-def test_what_the_knowledge_base_says_stands_beside_the_verdict(run, saved, monkeypatch, tmp_path):
+def test_verdict_includes_the_knowledge_base_entry(run, saved, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = saved("gpt2")
     (folder / "README.md").write_text("---\nbase_model: google/flan-t5-xxl\n---\n")
@@ -71,7 +71,7 @@ def test_what_the_knowledge_base_says_stands_beside_the_verdict(run, saved, monk
     assert "reports of failures: halfstep kb check" in out
 
 
-def test_a_model_of_pictures_wants_tensors(run, saved, tmp_path):
+def test_image_model_needs_tensors(run, saved, tmp_path):
     folder = saved("vit")
     code, _, err = probe(run, folder)
     assert code == 2
@@ -80,7 +80,7 @@ def test_a_model_of_pictures_wants_tensors(run, saved, tmp_path):
     assert probe(run, folder, "--data", str(tmp_path / "x.pt"))[0] == 0
 
 
-def test_folders_that_cannot_be_loaded(run, saved):
+def test_folders_that_cannot_be_loaded_exit_2(run, saved):
     folder = saved("llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
@@ -93,6 +93,6 @@ def test_folders_that_cannot_be_loaded(run, saved):
     assert "cannot be loaded" in err
 
 
-def test_a_mixture_of_experts_with_a_batch_of_ones_own_in_python():
+def test_mixture_of_experts_with_given_batches_is_safe():
     member = MEMBERS["mixtral"]
     assert halfstep.probe_model(member.build(), data=[member.batch()]).safe

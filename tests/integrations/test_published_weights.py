@@ -1,5 +1,5 @@
-"""Folders that others published in 8 and 4 bits: codes as they lie, decoded as transformers, compressed-tensors and a
-formula of the layout decode them, and trained beside with LoRA."""
+"""Folders published by others in 8 and 4 bits: codes load unchanged, decode as in transformers, compressed-tensors and
+the layout's formula, and LoRA trains beside them."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def lora(base):
 
 
 def anonymous(folder, rename=lambda name: name, change=lambda tensors: tensors):
-    """What halfstep wrote, as another tool would have: without its metadata, and under other names."""
+    """The folder rewritten as by another tool: without halfstep's metadata, and with other names."""
     tensors = load_file(folder / "model.safetensors")
     save_file(change({rename(n): t for n, t in tensors.items()}), folder / "model.safetensors", {"format": "pt"})
     return folder
@@ -54,7 +54,7 @@ def linears(model):
 
 @pytest.mark.quick("deepseek-fp8", "fp8-tensor", "nvfp4")
 @pytest.mark.parametrize("layout", ROWS)
-def test_weights_are_those_that_transformers_decodes(layout, folder):
+def test_weights_equal_those_decoded_by_transformers(layout, folder):
     where = folder(layout)
     model, expected = halfstep.from_pretrained(where), stock(where, layout)
     for name, layer in linears(expected).items():
@@ -68,8 +68,8 @@ def test_weights_are_those_that_transformers_decodes(layout, folder):
     assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
-def test_an_fp8_block_is_its_codes_times_its_scale(tmp_path):
-    """DeepSeek's layout by its formula, of sizes that end within a block."""
+def test_fp8_blocks_are_codes_times_scales(tmp_path):
+    """DeepSeek's layout by its formula, for sizes that end within a block."""
     model = llama(hidden_size=160, intermediate_size=200, num_attention_heads=2, head_dim=80)
     model.save_pretrained(tmp_path)
     tensors, expected = load_file(tmp_path / "model.safetensors"), {}
@@ -90,7 +90,7 @@ def test_an_fp8_block_is_its_codes_times_its_scale(tmp_path):
         assert torch.equal(found.get_submodule(name.removesuffix(".weight")).weight, values), name
 
 
-def test_modelopts_names_are_read(tmp_path, folder):
+def test_modelopt_names_are_read(tmp_path, folder):
     plain = halfstep.from_pretrained(folder("nvfp4"))
 
     def modelopt(tensors):
@@ -111,7 +111,7 @@ def test_modelopts_names_are_read(tmp_path, folder):
 
 
 def gpt_oss(folder):
-    """A mixture of experts whose stacks are MXFP4, and what transformers decodes them to."""
+    """A mixture of experts with MXFP4 stacks, and the values transformers decodes from them."""
     torch.manual_seed(0)
     config = GptOssConfig(
         vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_local_experts=4,
@@ -133,13 +133,13 @@ def gpt_oss(folder):
     return expected
 
 
-def test_gpt_osss_stacks_of_experts_stay_mxfp4(tmp_path):
+def test_gpt_oss_expert_stacks_stay_mxfp4(tmp_path):
     expected = gpt_oss(tmp_path)
     model = halfstep.from_pretrained(tmp_path, adapters=True)
     for name, values in expected.items():
         path, _, last = name.rpartition(".")
         assert torch.equal(getattr(model.get_submodule(path), last), values), name
-    stocks = GptOssForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)  # decodes them on a CPU
+    stocks = GptOssForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)  # decoded on a CPU
     with torch.no_grad():
         ours, theirs = model(IDS).logits.float(), stocks(IDS).logits.float()
     assert (ours - theirs).norm() < 0.05 * theirs.norm()
@@ -150,8 +150,8 @@ def test_gpt_osss_stacks_of_experts_stay_mxfp4(tmp_path):
 
 @pytest.mark.quick("deepseek-fp8")
 @pytest.mark.parametrize("layout", ["deepseek-fp8", "fp8-channel", "mxfp4", "nvfp4"])
-def test_lora_trains_beside_the_codes(layout, folder, tmp_path):
-    """Gradients are those of the decoded weights, codes stay to the bit, and adapters load in PEFT."""
+def test_lora_trains_on_frozen_codes(layout, folder, tmp_path):
+    """Gradients equal those of the decoded weights, codes do not change, and adapters load in PEFT."""
     where = folder(layout)
     torch.manual_seed(1)
     model = lora(halfstep.from_pretrained(where, adapters=True))
@@ -182,7 +182,7 @@ def parameters(model):
 
 
 class Alive(TorchDispatchMode):
-    """How many floating tensors of 16 bits and more, of so many elements, are there at one time at most."""
+    """A mode that counts live floating-point tensors of at least 16 bits and `size` elements; `most` is the peak."""
 
     def __init__(self, size):
         super().__init__()
@@ -198,8 +198,9 @@ class Alive(TorchDispatchMode):
         return out
 
 
-def test_no_weight_in_codes_is_held_in_16_bits(folder):
-    """One layer's has memory at a time, untouched, while its module is made: of 14, of which six are so large."""
+def test_loading_holds_no_decoded_weights(folder):
+    """At most one layer's weight is allocated at a time (and never written), while its module is built; 6 of the 14
+    layers are that large."""
     where = folder("deepseek-fp8")
     with Alive(128 * 256) as seen:
         model = halfstep.from_pretrained(where)
@@ -207,7 +208,7 @@ def test_no_weight_in_codes_is_held_in_16_bits(folder):
     assert stored_bytes(model) < 0.7 * stored_bytes(llama().to(torch.bfloat16))
 
 
-def test_what_is_not_known_or_broken_is_told(tmp_path, folder):
+def test_unknown_or_broken_folders_raise(tmp_path, folder):
     where = folder("deepseek-fp8")
     scale = "model.layers.0.mlp.up_proj.weight_scale_inv"
     broken = anonymous(shutil.copytree(where, tmp_path / "a"), change=lambda t: {**t, scale: torch.ones(3, 5)})
@@ -226,7 +227,7 @@ def test_what_is_not_known_or_broken_is_told(tmp_path, folder):
         halfstep.from_pretrained(missing)
 
 
-def test_experts_that_transformers_joins_are_told(tmp_path):
+def test_experts_that_transformers_concatenates_raise(tmp_path):
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
     config = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=2)

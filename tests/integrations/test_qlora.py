@@ -1,4 +1,4 @@
-"""LoRA by PEFT over a base of frozen codes: beside bitsandbytes' 4 bits, saved, resumed, merged."""
+"""PEFT's LoRA on a base of frozen codes: compared with bitsandbytes' 4 bits, saved, resumed, merged."""
 
 import copy
 import json
@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from lightning.pytorch import LightningModule, Trainer
-from lora import adamw, adapted, batch, llama, logits, quantised, train, trained
+from lora import adamw, adapted, batch, llama, logits, quantized, train, trained
 from matrix_lightning import QUIET
 from peft import PeftModel, prepare_model_for_kbit_training
 from torch import nn
@@ -32,12 +32,12 @@ every_base = pytest.mark.parametrize("name", BASES)
 
 
 def qlora(name):
-    model = quantised(name)
+    model = quantized(name)
     return model, *halfstep.optimize(model, adamw(model), generator=3)
 
 
 def with_bitsandbytes(model, double=False):
-    """The same layers as `Linear4bit`, from the same bf16 weights."""
+    """The same layers as `Linear4bit`, from the same weights in bf16."""
     model = model.bfloat16()
     for path, layer in [*model.named_modules()]:
         if isinstance(layer, nn.Linear) and path != "lm_head":
@@ -53,7 +53,7 @@ def with_bitsandbytes(model, double=False):
 
 @pytest.mark.quick("nf4")
 @every_base
-def test_it_trains_adapters_alone(name):
+def test_trains_only_the_adapters(name):
     model, optimizer, scaler = qlora(name)
     codes = {n: b.clone() for n, b in model.named_buffers()}
     assert all("lora_" in n and p.dtype == torch.float32 for n, p in trained(model).items())
@@ -63,7 +63,7 @@ def test_it_trains_adapters_alone(name):
         assert_same(buffer, codes[n])
 
 
-def test_its_products_run_in_the_recipes_dtype():
+def test_matmuls_run_in_the_recipes_dtype():
     model, seen = qlora("nf4")[0], {}
     for path in ("base_layer", "lora_A.default", "lora_B.default"):
         layer = model.get_submodule(f"base_model.model.model.layers.0.self_attn.q_proj.{path}")
@@ -74,7 +74,7 @@ def test_its_products_run_in_the_recipes_dtype():
 
 
 @pytest.mark.parametrize("double", [False, True], ids=["nf4", "nf4-double"])
-def test_its_weights_are_those_of_bitsandbytes(double):
+def test_nf4_weights_equal_bitsandbytes(double):
     model, other = llama(), with_bitsandbytes(llama(), double)
     halfstep.quantize_model(model, "nf4-double" if double else "nf4", adapters=True)
     layer, four = (m.get_submodule("model.layers.1.mlp.down_proj") for m in (model, other))
@@ -84,13 +84,13 @@ def test_its_weights_are_those_of_bitsandbytes(double):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=1e-3)
     else:
         same = (layer.weight_codes.flatten() == four.weight.data.flatten()).float().mean()
-        assert same > 0.999  # they multiply by 1 / absmax, we divide: a number next to a cut may fall elsewhere
+        assert same > 0.999  # bitsandbytes multiplies by 1 / absmax, we divide: values near a boundary may differ
         assert_same(layer.weight_scale.flatten(), four.weight.quant_state.absmax)
         assert ((ours != theirs.bfloat16().float()).float().mean()) < 1e-3
 
 
 @pytest.mark.slow
-def test_it_takes_the_bytes_and_learns_as_bitsandbytes_does():
+def test_bytes_and_losses_are_near_bitsandbytes():
     model, optimizer, scaler = qlora("nf4")
     other = adapted(with_bitsandbytes(llama()))
     layer = model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
@@ -119,7 +119,7 @@ def test_gradient_checkpointing_changes_no_bit(reentrant):
         assert_same(one.grad, other.grad)
 
 
-def test_it_resumes_from_the_adapters_file_and_the_optimizers_state(tmp_path):
+def test_resumes_from_adapter_file_and_optimizer_state(tmp_path):
     model, optimizer, scaler = qlora("nf4")
     train(model, optimizer, scaler, 3)
     model.save_pretrained(tmp_path)
@@ -139,7 +139,7 @@ def test_it_resumes_from_the_adapters_file_and_the_optimizers_state(tmp_path):
 @pytest.mark.slow
 @pytest.mark.quick("mxfp4")
 @pytest.mark.parametrize("name", ["fp8-current", "mxfp4"])
-def test_it_trains_over_an_exported_folder(name, tmp_path):
+def test_trains_on_an_exported_folder(name, tmp_path):
     model = llama()
     halfstep.quantize_model(model, name)
     halfstep.export(model, tmp_path / "served")
@@ -153,7 +153,7 @@ def test_it_trains_over_an_exported_folder(name, tmp_path):
         halfstep.optimize(inference, adamw(inference))
 
 
-def test_merging_into_codes_is_refused_and_into_values_is_right(tmp_path):
+def test_merging_raises_for_codes_and_works_after_dequantizing(tmp_path):
     model, optimizer, scaler = qlora("nf4")
     train(model, optimizer, scaler)
     expected = logits(model)
@@ -168,7 +168,7 @@ def test_merging_into_codes_is_refused_and_into_values_is_right(tmp_path):
     assert ((logits(stock) - expected).norm() / expected.norm()) < 2e-2
 
 
-def test_pefts_own_preparation_changes_no_codes():
+def test_prepare_model_for_kbit_training_changes_no_codes():
     model = llama()
     halfstep.quantize_model(model, "nf4", adapters=True)
     codes = {n: b.clone() for n, b in model.named_buffers()}
@@ -180,7 +180,7 @@ def test_pefts_own_preparation_changes_no_codes():
         assert_same(buffer, codes[plain_name(n)])
 
 
-def test_the_page_shows_the_figures_that_were_kept():
+def test_documentation_shows_the_benchmark_results():
     root = Path(__file__).parents[2]
     kept = json.loads((root / "benchmarks" / "results" / "qlora.json").read_text())
     page = (root / "docs" / "integrations.md").read_text()
@@ -191,8 +191,8 @@ def test_the_page_shows_the_figures_that_were_kept():
 
 
 @pytest.mark.parametrize("name", ["nf4"])
-def test_a_trainer_takes_a_base_that_is_quantised_for_adapters(name, tmp_path):
-    """And quantises one that is not: it trains bit for bit as that one, and takes its bytes."""
+def test_trainer_takes_a_base_quantized_for_adapters(name, tmp_path):
+    """A base that is not quantized yet is quantized by the Trainer, and then trains bit for bit like one that was."""
     how = {"recipe": name, "train_dataset": examples(rows=8), "generator": 3, "audit": False}
     losses, kept = {}, {}
     for codes in (False, True):
@@ -251,10 +251,10 @@ def by_accelerate(model, recipe, optimizer=None):
 
 
 @pytest.mark.parametrize("loop", [by_lightning, pytest.param(by_accelerate, marks=pytest.mark.slow)])
-def test_other_libraries_loops_train_beside_codes_as_the_documented_one(loop):
+def test_other_libraries_loops_equal_the_documented_loop(loop):
     model, optimizer, scaler = qlora("nf4")
     expected = train(model, optimizer, scaler, 3)
-    other = quantised("nf4")
+    other = quantized("nf4")
     held = stored_bytes(other)
     assert loop(other, "nf4") == expected
     assert stored_bytes(other) == held
@@ -263,7 +263,7 @@ def test_other_libraries_loops_train_beside_codes_as_the_documented_one(loop):
         loop(other, "bf16-mixed")
 
 
-def test_a_base_of_codes_without_adapters_has_nothing_to_train():
+def test_base_of_codes_without_adapters_raises():
     model = llama()
     halfstep.quantize_model(model, "nf4", adapters=True)
     with pytest.raises(OptimizerError, match=r"nothing to train beside its codes: add adapters first"):

@@ -1,4 +1,4 @@
-"""Hugging Face models quantised for inference compute what they compute in evaluation under the recipe."""
+"""Hugging Face models quantized for inference give the same outputs as in evaluation under the recipe."""
 
 import copy
 
@@ -20,7 +20,7 @@ def outputs(model, batch):
 @pytest.mark.quick("llama-fp8-current", "opt-fp8-current")
 @pytest.mark.parametrize("name", ["fp8-current", pytest.param("fp8-block", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", MEMBERS)
-def test_it_computes_what_it_did_in_evaluation(kind, name):
+def test_quantized_outputs_equal_evaluation_under_the_recipe(kind, name):
     member = MEMBERS[kind]
     model = member.build().eval()
     twin, before = copy.deepcopy(model), stored_bytes(model)

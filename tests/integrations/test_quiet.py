@@ -1,4 +1,4 @@
-"""Healthy models that transformers' Trainer takes train without a word from us: no warning of ours is a false alarm."""
+"""Healthy models train in transformers' Trainer without a warning from halfstep."""
 
 import pytest
 import torch
@@ -55,8 +55,8 @@ def examples(images):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES.split())
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_healthy_model_is_quiet(kind, recipe, tmp_path):
-    """Warnings are errors. A loss scale that begins too high skips steps, which is said elsewhere."""
+def test_healthy_model_gives_no_warning(kind, recipe, tmp_path):
+    """Warnings are errors. Steps skipped because the initial loss scale is too high are logged, not warned of."""
     auto, options = MODELS[kind]
     model = auto.from_config(AutoConfig.for_model(kind, **options))
     args = arguments(tmp_path, max_steps=2, gradient_accumulation_steps=1)

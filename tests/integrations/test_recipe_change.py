@@ -1,5 +1,5 @@
-"""Resuming under another recipe in Trainer, Lightning and Accelerate: an error, or told what becomes of the run; and
-leaving for a stock trainer."""
+"""Resuming under another recipe in Trainer, Lightning and Accelerate raises, or says what happens to the states;
+switching to a stock trainer works."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from tiny import assert_same, copied
 
 SAVES = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
 STAGED = "fp8-delayed until 50%, then bf16-mixed"
-# What was silent, with what is to be told.
+# (saved recipe, new recipe, expected message); these changes were once silent
 PAIRS = [
     ("bf16-mixed", "fp8-delayed", "scaling states start over"),
     ("bf16-mixed", "bf16-stochastic", "weights that were kept in more bits are rounded to bf16"),
@@ -45,7 +45,7 @@ def stopped(recipe, folder, **options):
 @some
 @pytest.mark.filterwarnings("ignore:the .* state was saved under recipe")
 @pairs
-def test_a_trainers_checkpoint_of_another_recipe_is_refused_or_told(saved, recipe, told, tmp_path):
+def test_trainer_checkpoint_of_another_recipe_raises_or_is_reported(saved, recipe, told, tmp_path):
     checkpoint = stopped(saved, tmp_path)
     other = trainer(recipe, tmp_path, max_steps=4)
     before = {name: value.clone() for name, value in other.model.state_dict().items()}
@@ -61,7 +61,7 @@ def test_a_trainers_checkpoint_of_another_recipe_is_refused_or_told(saved, recip
         assert "stage 2 of 2" in str(changed.model._halfstep.applied.schedule)
 
 
-def test_a_trainers_checkpoint_names_its_recipe(tmp_path):
+def test_trainer_checkpoint_names_its_recipe(tmp_path):
     checkpoint = tmp_path / "checkpoint-2"
     stopped("fp8-delayed", tmp_path)
     named = {"recipe": "fp8-delayed", "digest": digest(get_recipe("fp8-delayed"))}
@@ -76,8 +76,8 @@ CODED = ("fp8lm-o2", "fp8-adam", "coat", "adamw-8bit")
 
 @pytest.mark.quick("bf16-mixed", "galore")
 @pytest.mark.parametrize("recipe", ["bf16-mixed", "fp8-delayed", "bf16-collage-plus", *CODED, "galore", "galore-8bit"])
-def test_a_stock_trainer_goes_on_from_a_checkpoint(recipe, tmp_path):
-    """Ours has no file that a stock one fails on, and no codes where a stock one reads values."""
+def test_stock_trainer_resumes_our_checkpoint(recipe, tmp_path):
+    """The checkpoint has no file on which a stock Trainer fails, and no codes where it reads values."""
     trained = trainer(recipe, tmp_path, model=llama(hidden_size=64), callbacks=[StopAfter(2)], **SAVES)
     trained.train()
     told = arguments(tmp_path, max_steps=4, learning_rate=0.0)
@@ -103,7 +103,7 @@ def test_a_stock_trainer_goes_on_from_a_checkpoint(recipe, tmp_path):
 
 @pytest.mark.quick("bf16-mixed", "bf16-stochastic")
 @pytest.mark.parametrize("recipe", ["bf16-mixed", "fp8-delayed", "fp16-mixed", "bf16-stochastic"])
-def test_a_stock_trainers_checkpoint_goes_on_under_a_recipe(recipe, tmp_path):
+def test_stock_trainer_checkpoint_resumes_under_a_recipe(recipe, tmp_path):
     stock = Trainer(llama(), arguments(tmp_path, **SAVES), train_dataset=examples(), callbacks=[StopAfter(2)])
     stock.train()
     resumed = trainer(recipe, tmp_path, max_steps=4)
@@ -111,8 +111,8 @@ def test_a_stock_trainers_checkpoint_goes_on_under_a_recipe(recipe, tmp_path):
     assert resumed.state.global_step == 4
 
 
-def test_what_a_scaler_warns_of_is_seen_in_trainer(tmp_path):
-    """transformers swallows the warnings of what it loads into a scaler."""
+def test_scaler_warnings_are_shown_by_trainer(tmp_path):
+    """transformers suppresses warnings raised while it loads the scaler's state."""
     checkpoint = stopped("fp8-delayed", tmp_path)
     file = tmp_path / "checkpoint-2" / "halfstep.pt"
     torch.save({}, file)
@@ -120,8 +120,8 @@ def test_what_a_scaler_warns_of_is_seen_in_trainer(tmp_path):
         trainer("fp8-delayed", tmp_path, max_steps=4).train(resume_from_checkpoint=checkpoint)
 
 
-def test_a_checkpoint_of_an_older_version_goes_on_bit_for_bit(tmp_path):
-    """It has the scaler's state in scaler.pt alone, and names no recipe."""
+def test_checkpoint_of_an_older_version_resumes_bit_for_bit(tmp_path):
+    """Older checkpoints have the scaler's state in scaler.pt and name no recipe."""
     whole = trainer("fp8-delayed", tmp_path, **SAVES)
     whole.train()
     checkpoint = tmp_path / "checkpoint-2"
@@ -139,7 +139,7 @@ def test_a_checkpoint_of_an_older_version_goes_on_bit_for_bit(tmp_path):
 
 @some
 @pairs
-def test_a_lightning_checkpoint_of_another_recipe_is_refused_or_told(saved, recipe, told, tmp_path):
+def test_lightning_checkpoint_of_another_recipe_raises_or_is_reported(saved, recipe, told, tmp_path):
     saves = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     fit(trainer_of(saved, callbacks=[saves], enable_checkpointing=True, max_steps=2), Module(saved))
     with pytest.raises(RecipeError, match=r"was saved under recipe.*recipe_change='allow'"):
@@ -154,7 +154,7 @@ def test_a_lightning_checkpoint_of_another_recipe_is_refused_or_told(saved, reci
 @some
 @pairs
 @pytest.mark.filterwarnings("ignore:the .* state was saved under recipe")
-def test_an_accelerate_checkpoint_of_another_recipe_is_refused_or_told(saved, recipe, told, tmp_path):
+def test_accelerate_checkpoint_of_another_recipe_raises_or_is_reported(saved, recipe, told, tmp_path):
     def run(recipe, **options):
         AcceleratorState._reset_state(True)
         GradientState._reset_state()

@@ -1,7 +1,6 @@
-"""A model that `halfstep.apply` changed, in other libraries' loops with their own optimizers: losses are said once.
+"""Models under `halfstep.apply` in other libraries' loops with stock optimizers: what is lost is warned of once.
 
-Under a loss scaler of torch's nothing is lost, and nothing is said.
-"""
+With a loss scaler of torch nothing is lost and there is no warning."""
 
 import warnings
 
@@ -65,7 +64,7 @@ def in_lightning(name, scaler, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", [in_trainer, in_accelerate, in_lightning])
-def test_what_is_lost_is_said_once(loop, tmp_path):
+def test_losses_are_warned_of_once(loop, tmp_path):
     for name, scaler, expected in (
         ("bf16-master", None, "it keeps no masters"),
         ("fp16-mixed", None, "the loss is not scaled"),

@@ -1,4 +1,4 @@
-"""Trainer by a recipe: what it logs, clips, skips, saves and resumes, and what it refuses."""
+"""Trainer under recipes: logs, clipping, skipped steps, saving, resuming, and rejected configurations."""
 
 import logging
 import math
@@ -34,8 +34,8 @@ from tiny import are_same, assert_same, batch, copied, mlp
 STAGED = "fp8-delayed until 50%, then bf16-mixed"
 
 
-class Overflow(TrainerCallback):
-    """Makes the gradient of a parameter infinite in some steps, and notes each step's learning rate and loss scale."""
+class OverflowAt(TrainerCallback):
+    """Makes a parameter's gradient infinite at the given steps; records learning rates and loss scales."""
 
     def __init__(self, *steps):
         self.steps, self.rates, self.scales = steps, [], []
@@ -55,8 +55,8 @@ def logged(trained, name):
     return [row[name] for row in trained.state.log_history if name in row]
 
 
-def test_a_skipped_step_leaves_the_schedule_is_counted_and_named(tmp_path, monkeypatch):
-    overflow = Overflow(2, 5)
+def test_skipped_steps_hold_the_schedule_and_are_logged(tmp_path, monkeypatch):
+    overflow = OverflowAt(2, 5)
     trained = trainer("fp16-mixed", tmp_path, callbacks=[overflow], lr_scheduler_type="linear")
     records = []
     monkeypatch.setattr(integration._LOG, "handle", records.append)
@@ -71,7 +71,7 @@ def test_a_skipped_step_leaves_the_schedule_is_counted_and_named(tmp_path, monke
 
 
 @pytest.mark.parametrize("scaler", [torch.amp.GradScaler("cpu"), halfstep.LossScaler()])
-def test_accelerates_loop_steps_and_skips_by_our_scaler_as_by_torchs(scaler):
+def test_accelerate_skips_steps_equally_with_our_and_torchs_scaler(scaler):
     model = mlp()
     halfstep.apply(model, "fp16-mixed")
     accelerator = Accelerator(mixed_precision="no", cpu=True)
@@ -89,14 +89,14 @@ def test_accelerates_loop_steps_and_skips_by_our_scaler_as_by_torchs(scaler):
         optimizer.zero_grad()
     assert [step for step, was in enumerate(skipped) if was] == [4, 11]
     assert scales == [2.0**16] * 4 + [2.0**15] * 7 + [2.0**14] * 9
-    expected = REACHED.setdefault("state", copied(model.state_dict()))  # torch's, which runs first
+    expected = REACHED.setdefault("state", copied(model.state_dict()))  # torch's scaler runs first
     assert_same(copied(model.state_dict()), expected)
 
 
 REACHED = {}
 
 
-def test_gradients_are_clipped_and_logged_without_the_loss_scale(tmp_path):
+def test_clipped_and_logged_norms_are_unscaled(tmp_path):
     norms, moved = {}, {}
     for recipe in ("fp32", "fp16-mixed"):
         trained = trainer(recipe, tmp_path, max_grad_norm=1e-3, max_steps=1, optim="sgd", learning_rate=1.0)
@@ -114,7 +114,7 @@ def test_gradients_are_clipped_and_logged_without_the_loss_scale(tmp_path):
     assert logged(unclipped, "grad_norm")[0] == pytest.approx(norms["fp32"], rel=1e-3)
 
 
-def test_a_loss_that_is_not_finite_is_logged_beside_the_one_that_hides_it(tmp_path):
+def test_nonfinite_loss_is_logged_as_raw_loss(tmp_path):
     class Broken(Trained):
         def compute_loss(self, *args, **kwargs):
             loss = super().compute_loss(*args, **kwargs)
@@ -131,7 +131,7 @@ def test_a_loss_that_is_not_finite_is_logged_beside_the_one_that_hides_it(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "bf16_full_eval"])
-def test_another_precision_beside_a_recipe_is_refused(name, tmp_path):
+def test_precision_arguments_with_a_recipe_raise(name, tmp_path):
     with pytest.raises(RecipeError, match=rf"{name}=True with recipe 'fp8-delayed'.*set {name}=False"):
         trainer("fp8-delayed", tmp_path, **{name: True})
 
@@ -145,7 +145,7 @@ def test_another_precision_beside_a_recipe_is_refused(name, tmp_path):
         ({"accelerator": SimpleNamespace(parallelism_config=None, mixed_precision="fp8")}, "set it to 'no'"),
     ],
 )
-def test_what_shards_the_model_or_wraps_its_forward_is_refused(setup, said, monkeypatch, tmp_path):
+def test_sharding_engines_and_wrapped_forwards_raise(setup, said, monkeypatch, tmp_path):
     def created(self):
         stock = SimpleNamespace(parallelism_config=None, mixed_precision="no")
         vars(self).update({"is_fsdp_enabled": False, "is_deepspeed_enabled": False, "accelerator": stock, **setup})
@@ -155,7 +155,7 @@ def test_what_shards_the_model_or_wraps_its_forward_is_refused(setup, said, monk
         trainer("bf16-master", tmp_path)
 
 
-def test_several_gpus_in_one_process_are_refused(tmp_path):
+def test_several_gpus_in_one_process_raise(tmp_path):
     told = arguments(tmp_path)
     told._n_gpu = 2
     with pytest.raises(RecipeError, match=r"sees 2 GPUs.*torchrun --nproc_per_node=2"):
@@ -172,12 +172,12 @@ def test_several_gpus_in_one_process_are_refused(tmp_path):
         ("adafactor", "Adafactor"),
     ],
 )
-def test_other_libraries_optimizers_are_refused_with_what_to_take(optim, said, tmp_path):
+def test_other_libraries_optimizers_raise(optim, said, tmp_path):
     with pytest.raises(OptimizerError, match=said):
         trainer("bf16-master", tmp_path, optim=optim).train()
 
 
-def test_our_optimizer_in_a_stock_trainer_without_its_scaler_warns_once(tmp_path):
+def test_stock_trainer_without_our_scaler_warns_once(tmp_path):
     model = llama()
     model, optimizer, _ = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), "fp16-mixed")
     stock = Trainer(model, arguments(tmp_path), train_dataset=examples(), optimizers=(optimizer, None))
@@ -186,7 +186,7 @@ def test_our_optimizer_in_a_stock_trainer_without_its_scaler_warns_once(tmp_path
     assert len([w for w in warned if "loss scale" in str(w.message)]) == 1
 
 
-def test_stages_count_the_trainers_steps_and_a_second_training_is_refused(tmp_path):
+def test_stages_follow_trainer_steps_and_second_training_raises(tmp_path):
     stages = []
 
     class Note(TrainerCallback):
@@ -196,7 +196,7 @@ def test_stages_count_the_trainers_steps_and_a_second_training_is_refused(tmp_pa
     whole = trainer(STAGED, tmp_path, callbacks=[Note()], save_strategy="steps", save_steps=2)
     whole.train()
     assert stages == ["stage 1 of 2"] * 4 + ["stage 2 of 2"] * 4
-    for step in (2, 6):  # in either stage
+    for step in (2, 6):  # one step in each stage
         resumed = trainer(STAGED, tmp_path)
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert_same(state_of(resumed), state_of(whole))
@@ -205,7 +205,7 @@ def test_stages_count_the_trainers_steps_and_a_second_training_is_refused(tmp_pa
 
 
 @pytest.mark.slow
-def test_one_trainer_trains_on_and_resumes_what_it_trained(tmp_path):
+def test_trainer_can_continue_and_resume_its_own_run(tmp_path):
     whole = trainer("fp8-delayed", tmp_path, save_strategy="steps", save_steps=4)
     whole.train()
     expected = state_of(whole)
@@ -218,7 +218,7 @@ def test_one_trainer_trains_on_and_resumes_what_it_trained(tmp_path):
 
 
 @pytest.mark.slow
-def test_model_init_makes_a_model_for_each_training(tmp_path):
+def test_model_init_builds_a_model_for_each_training(tmp_path):
     told = arguments(tmp_path, max_steps=2)
     trained = Trained(
         model_init=lambda: llama(), args=told, train_dataset=examples(), recipe="fp8lm-o2", generator=3, audit=False
@@ -232,10 +232,10 @@ def test_model_init_makes_a_model_for_each_training(tmp_path):
 
 @pytest.mark.quick("fp8-delayed")
 @pytest.mark.parametrize("recipe", ["bf16-master", "fp8-delayed", "fp8lm-o2"])
-def test_the_best_model_is_loaded_evaluated_saved_and_generates(recipe, tmp_path):
+def test_best_model_is_loaded_evaluated_saved_and_generates(recipe, tmp_path):
     saves = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 1e-2, "max_steps": 6}
-    best["greater_is_better"] = True  # so that it is an earlier one
+    best["greater_is_better"] = True  # so that an earlier checkpoint is the best
     trained = trainer(recipe, tmp_path, how={"eval_dataset": examples(rows=6)}, **saves, **best)
     trained.train()
     losses = logged(trained, "eval_loss")
@@ -250,7 +250,7 @@ def test_the_best_model_is_loaded_evaluated_saved_and_generates(recipe, tmp_path
     assert (generated[:, :12] == ids).all()
 
 
-def test_options_of_prepare_reach_it(tmp_path):
+def test_options_are_passed_to_prepare(tmp_path):
     how = {"module_filter": lambda module, path: "q_proj" in path, "generator": 5}
     trained = trainer("fp8-delayed", tmp_path, how=how, max_steps=1)
     trained.train()
@@ -260,7 +260,7 @@ def test_options_of_prepare_reach_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_gradient_checkpointing_runs_layers_again_and_changes_no_bit(tmp_path):
+def test_gradient_checkpointing_changes_no_bit(tmp_path):
     plain = trainer("fp8-delayed", tmp_path, max_steps=2)
     again = trainer("fp8-delayed", tmp_path, max_steps=2, **{CHECKPOINTING: True})
     runs = {plain: [], again: []}
@@ -273,9 +273,9 @@ def test_gradient_checkpointing_runs_layers_again_and_changes_no_bit(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what it traces
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, raised while tracing
 @pytest.mark.parametrize("recipe", ["bf16-mixed", "fp8-delayed", "bf16-stochastic"])
-def test_a_compiled_model_trains_alike(recipe, tmp_path):
+def test_compiled_model_trains_like_eager(recipe, tmp_path):
     compiled = trainer(recipe, tmp_path, torch_compile=True, torch_compile_backend="aot_eager", max_steps=2)
     compiled.train()
     eager = trainer(recipe, tmp_path, max_steps=2)
@@ -288,14 +288,14 @@ DDP = Path(__file__).with_name("trainer_on_ranks.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp16-mixed", "fp8-delayed", "bf16-stochastic", "fp8lm-o2"])
-def test_two_ranks_train_alike_skip_together_and_resume(recipe, tmp_path):
+def test_two_ranks_are_equal_skip_together_and_resume(recipe, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     done = subprocess.run([*command, str(DDP), recipe, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("alike") == 2, done.stdout[-1000:]
 
 
-def test_the_audit_is_printed_when_training_ends(tmp_path, capsys):
+def test_audit_is_printed_when_training_ends(tmp_path, capsys):
     trained = trainer("bf16-master", tmp_path, how={"audit": True}, max_steps=1)
     trained.train()
     report = next(c for c in trained.callback_handler.callbacks if isinstance(c, integration.HalfstepCallback)).report
@@ -303,7 +303,7 @@ def test_the_audit_is_printed_when_training_ends(tmp_path, capsys):
     assert "bfloat16" in str(report)
 
 
-def test_a_subclass_may_create_the_optimizer_itself(tmp_path):
+def test_subclass_can_create_the_optimizer(tmp_path):
     class Own(Trained):
         def create_optimizer(self, model=None):
             if self.optimizer is None:
@@ -311,18 +311,18 @@ def test_a_subclass_may_create_the_optimizer_itself(tmp_path):
             return self.optimizer
 
     how = {"train_dataset": examples(), "recipe": "fp16-mixed", "generator": 3, "audit": False}
-    # The usual optimizer has two groups, by which norms are added up in another order: they clip nothing.
+    # The usual optimizer has two groups, whose norms are summed in another order; nothing is clipped here.
     own, usual = (kind(llama(), arguments(tmp_path, max_grad_norm=1e9), **how) for kind in (Own, Trained))
     own.train()
     usual.train()
     assert own.losses == usual.losses
     assert own.scaler.is_enabled()
     assert own.evaluate(examples(rows=4))["eval_loss"] > 0
-    own.train()  # again, with the optimizer that it has
+    own.train()  # again, with the optimizer it already has
 
 
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-master"])
-def test_a_loss_may_multiply_by_a_weight_itself(recipe, tmp_path):
+def test_loss_can_use_a_weight_directly(recipe, tmp_path):
     class Direct(Trained):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             hidden = model.model(input_ids=inputs["input_ids"]).last_hidden_state
@@ -339,8 +339,8 @@ def test_a_loss_may_multiply_by_a_weight_itself(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("steps", [3, 100])
-def test_a_callback_tells_a_stock_trainer_what_it_loses(tmp_path, capsys, steps):
-    """After so many steps, or at the end; and the Trainer trains what it trains without."""
+def test_audit_callback_reports_lost_updates_of_a_stock_trainer(tmp_path, capsys, steps):
+    """Reports after `steps` steps or at the end, and does not change training."""
     trained = []
     for callbacks in ([], [told := integration.AuditCallback(steps=steps)]):
         model = llama().bfloat16()
@@ -356,7 +356,7 @@ def test_a_callback_tells_a_stock_trainer_what_it_loses(tmp_path, capsys, steps)
     assert "HalfstepTrainer as Trainer" in out
 
 
-def test_weights_are_rounded_once_a_step(tmp_path):
+def test_cached_weights_are_rounded_once_per_step(tmp_path):
     runs, callback = [], CachedWeightsCallback()
     for callbacks in ([], [callback]):
         trained = trainer("fp8-current", tmp_path, callbacks=callbacks, gradient_accumulation_steps=3)

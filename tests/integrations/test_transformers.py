@@ -1,4 +1,4 @@
-"""Hugging Face models follow every recipe: they train, stay tied, and save what the stock model saves."""
+"""Hugging Face models under every recipe train, stay tied, and save what stock models save."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ MODELS = {
 }
 every_model = pytest.mark.parametrize("kind", MODELS)
 ALIKE = {"fp16-lists", "bf16-kahan", "fp8-current", "fp8-block"}
-"""Which follow a model as fp16-mixed, bf16-stochastic, fp8-delayed and mxfp8 do."""
+"""Recipes applied to a model like fp16-mixed, bf16-stochastic, fp8-delayed and mxfp8, respectively."""
 FEW = [
     name
     for name in RECIPES
@@ -42,7 +42,7 @@ BY_DEPTH = {name for name in RECIPES if any(rule.blocks for rule in get_recipe(n
 PAIRS = [(kind, name) for kind, name in itertools.product(MODELS, RECIPES) if kind != "t5" or name not in BY_DEPTH]
 every_pair = pytest.mark.parametrize(
     ("kind", "name"), slow_unless(in_turn([*MODELS], FEW).__contains__, PAIRS)
-)  # a T5 has two stacks of blocks, between which a rule by depth cannot choose (tests/nn/test_blocks.py)
+)  # a T5 has two stacks of blocks, so a rule by depth is ambiguous (tests/nn/test_blocks.py)
 TIED = {
     "gpt2": ("lm_head", "transformer.wte"),
     "llama": ("lm_head", "model.embed_tokens"),
@@ -62,7 +62,7 @@ def batch():
     return {"input_ids": ids, "labels": ids}
 
 
-def test_frequencies_that_a_cast_rounded_are_computed_anew_as_the_warning_says():
+def test_remedy_for_rounded_rotary_frequencies_works():
     stock, model = build("llama"), build("llama").bfloat16()
     with (
         pytest.warns(UserWarning, match="parameters arrive in 16 bits"),
@@ -81,7 +81,7 @@ def test_frequencies_that_a_cast_rounded_are_computed_anew_as_the_warning_says()
 
 
 @every_model
-def test_an_audit_of_a_model_that_is_new_says_nothing(kind):
+def test_audit_of_a_new_model_has_no_warnings(kind):
     model = build(kind)
     assert halfstep.audit(model, torch.optim.AdamW(model.parameters())).warnings == ()
 
@@ -97,7 +97,7 @@ def train(model, optimizer, scaler, steps):
 
 @pytest.mark.quick("t5-bf16-stochastic", "llama-bf16-mixed", "gpt2-fp8-delayed")
 @every_pair
-def test_it_trains_and_stays_tied(kind, name):
+def test_trains_and_stays_tied(kind, name):
     stock = build(kind)
     model, optimizer, scaler = prepared(kind, name)
     assert list(model.state_dict()) == list(stock.state_dict())
@@ -112,7 +112,7 @@ def test_it_trains_and_stays_tied(kind, name):
 
 
 @every_pair
-def test_what_leaves_is_float32(kind, name):
+def test_outputs_are_float32(kind, name):
     model, _, _ = prepared(kind, name)
     output = model(**batch(), output_hidden_states=True)
     floating = [output.loss, output.logits, *(output.get("hidden_states") or output.decoder_hidden_states)]
@@ -143,7 +143,7 @@ def test_save_pretrained_writes_the_stock_models_config_and_names(kind, name, tm
 
 @pytest.mark.quick("llama", "bert")
 @every_model
-def test_a_saved_model_loads_as_a_stock_one(kind, tmp_path):
+def test_saved_model_loads_as_a_stock_model(kind, tmp_path):
     model, optimizer, scaler = prepared(kind, "bf16-mixed")
     train(model, optimizer, scaler, 2)
     model.save_pretrained(tmp_path)
@@ -156,7 +156,7 @@ def test_a_saved_model_loads_as_a_stock_one(kind, tmp_path):
 
 
 @every_model
-def test_the_identity_recipe_is_the_stock_model(kind):
+def test_fp32_recipe_equals_the_stock_model(kind):
     stock, (model, _, _) = build(kind), prepared(kind, "fp32")
     losses = []
     for each in (stock, model):

@@ -1,4 +1,4 @@
-"""TRL's trainers by a recipe: what they train follows it, what they compare with does not."""
+"""TRL's trainers under recipes: trained models follow the recipe, reference models do not."""
 
 import math
 
@@ -19,23 +19,23 @@ from halfstep.memory import stored_bytes
 from tiny import are_same, assert_same, copied
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # TRL asks by the old name
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # TRL uses the old name
 
 
-class Preferring(Recording, DPOTrainer):
-    """DPOTrainer, with a record."""
+class RecordingDPO(Recording, DPOTrainer):
+    """DPOTrainer that records batches and losses."""
 
 
-class Rewarding(Recording, RewardTrainer):
-    """RewardTrainer, with a record."""
+class RecordingReward(Recording, RewardTrainer):
+    """RewardTrainer that records batches and losses."""
 
 
-class Optimising(Recording, GRPOTrainer):
-    """GRPOTrainer, with a record."""
+class RecordingGRPO(Recording, GRPOTrainer):
+    """GRPOTrainer that records batches and losses."""
 
 
 def pairs():
-    """Prompts with the words that follow and with others."""
+    """Prompts with a chosen and a rejected continuation."""
     rows = [" ".join(f"w{i}" for i in row) for row in tokens(rows=32)]
     prompts, chosen = zip(*((row.split(" w", 6)[0], f" {row.rsplit(' ', 4)[1]}") for row in rows), strict=True)
     return Dataset.from_dict({"prompt": list(prompts), "chosen": list(chosen), "rejected": list(chosen[::-1])})
@@ -47,16 +47,16 @@ def test_sft_computes_in_the_recipes_dtype(recipe, dtype):
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, given, out: seen.append(out.dtype))
     trained = tuned(recipe, model, max_steps=2, **{CHECKPOINTING: True})
     assert getattr(model, IS_CHECKPOINTING)
-    assert seen == 2 * 2 * MICRO * [dtype]  # two steps, each micro-batch of which is computed twice
+    assert seen == 2 * 2 * MICRO * [dtype]  # in two steps each micro-batch is computed twice
     assert {"raw_loss", "mean_token_accuracy"} <= trained.state.log_history[0].keys()
 
 
-def test_dpos_reference_does_not_follow_the_recipe(tmp_path):
+def test_dpo_reference_model_does_not_follow_the_recipe(tmp_path):
     reference = llama()
     stock = copied(reference.state_dict())
     told = DPOConfig(bf16=False, **options(tmp_path, max_steps=2))
     how = {"train_dataset": pairs(), "processing_class": tokenizer(), "generator": 3, "audit": False}
-    trained = Preferring(llama(), reference, told, recipe="fp8lm-o2", **how)
+    trained = RecordingDPO(llama(), reference, told, recipe="fp8lm-o2", **how)
     trained.train()
     assert_same(copied(trained.ref_model.state_dict()), stock)
     with pytest.raises(RecipeError, match="follows no recipe"):
@@ -71,7 +71,7 @@ def test_reward_models_train(tmp_path):
     model = LlamaForSequenceClassification(llama(num_labels=1).config)
     told = RewardConfig(bf16=False, **options(tmp_path, max_steps=2))
     data = pairs().remove_columns("prompt")
-    trained = Rewarding(
+    trained = RecordingReward(
         model, told, recipe="fp8-delayed", train_dataset=data, processing_class=tokenizer(), audit=False
     )
     trained.train()
@@ -86,7 +86,7 @@ def test_grpo_generates_and_trains(tmp_path):
     model, data = llama(), pairs().select_columns(["prompt"])
     start = copied(model.state_dict())
     more = {"reward_funcs": lambda completions, **_: [float(len(c)) for c in completions], "audit": False}
-    trained = Optimising(
+    trained = RecordingGRPO(
         model, args=told, recipe="bf16-master", train_dataset=data, processing_class=tokenizer(), **more
     )
     trained.train()
@@ -94,23 +94,23 @@ def test_grpo_generates_and_trains(tmp_path):
     assert not are_same(copied(model.state_dict()), start)
 
 
-def test_trls_default_precision_is_refused(tmp_path):
+def test_trls_default_precision_raises(tmp_path):
     told = DPOConfig(bf16=False, **options(tmp_path))
-    told.bf16 = True  # what it is by default where there is a GPU
+    told.bf16 = True  # the default on GPUs
     with pytest.raises(RecipeError, match=r"bf16=True with recipe 'fp32'.*TRL's arguments have bf16=True by default"):
-        Preferring(llama(), llama(), told, recipe="fp32", train_dataset=pairs(), processing_class=tokenizer())
+        RecordingDPO(llama(), llama(), told, recipe="fp32", train_dataset=pairs(), processing_class=tokenizer())
 
 
-@pytest.mark.slow  # test_qlora.py asks the same of Trainer
-def test_sft_trains_adapters_beside_codes():
-    """Whether the base was quantised before or is when training begins."""
+@pytest.mark.slow  # test_qlora.py has the fast test, with Trainer
+def test_sft_trains_adapters_on_a_base_of_codes():
+    """With a base quantized before training or by the trainer."""
     trainers, first = [], None
-    for quantised in (False, True):
+    for quantized in (False, True):
         model = llama()
-        if quantised:
+        if quantized:
             halfstep.quantize_model(model, "nf4", adapters=True)
         model = adapted(model)
-        if quantised:  # PEFT's adapters begin in the dtype of what they adapt
+        if quantized:  # new adapters have the base layer's dtype
             set_peft_model_state_dict(model, first)
         first = copied(get_peft_model_state_dict(model))
         trainers.append(tuned("nf4", model, max_steps=3))
@@ -120,7 +120,7 @@ def test_sft_trains_adapters_beside_codes():
     assert stored_bytes(codes.model) == stored_bytes(whole.model) < 0.4 * stored_bytes(llama())
 
 
-def test_sft_over_codes_says_that_adapters_are_missing():
+def test_sft_on_codes_without_adapters_raises():
     model = llama()
     halfstep.quantize_model(model, "nf4", adapters=True)
     with pytest.raises(OptimizerError, match="nothing to train beside its codes: add adapters first"):

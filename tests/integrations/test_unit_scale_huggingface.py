@@ -1,4 +1,4 @@
-"""`halfstep.unit_scale` on Hugging Face's GPT-2, Llama, BERT and T5: true gradients, sizes, generation, refusals."""
+"""`halfstep.unit_scale` on Hugging Face's GPT-2, Llama, BERT and T5: gradients, sizes, generation, errors."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ MASK[0, 18:] = 0
 
 
 def built(name, attention="sdpa", dropout=0.0, layers=2):
-    """A small model with random weights, and what it is called with."""
+    """A small model with random weights, and its inputs."""
     torch.manual_seed(0)
     common = {"vocab_size": 97, "attn_implementation": attention}
     if name == "gpt2":
@@ -49,7 +49,7 @@ EACH = [(name, attention) for name in NAMES for attention in ("sdpa", "eager")]
 every_model = pytest.mark.parametrize(("name", "attention"), EACH)
 
 
-# Llama's own softmax is in float32, whatever its inputs, and its differences are no slopes; it is compared below.
+# Llama's softmax is always in float32, so finite differences are no reference; it is compared with sdpa below.
 @pytest.mark.quick("gpt2-eager-False")
 @pytest.mark.parametrize(
     ("name", "attention", "masked"),
@@ -58,12 +58,12 @@ every_model = pytest.mark.parametrize(("name", "attention"), EACH)
         [(*each, masked) for each in EACH if each != ("llama", "eager") for masked in (False, True)],
     ),
 )
-def test_gradients_are_multiples_of_the_true_ones(name, attention, masked):
+def test_gradients_are_multiples_of_true_gradients(name, attention, masked):
     model, inputs = built(name, attention, layers=2 if masked else 1)
     inputs |= {"attention_mask": MASK} if masked else {}
     if name == "t5" and not model._supports_sdpa:
         pytest.skip(f"T5's softmax of transformers {transformers.__version__} is in float32, as Llama's")
-    if name == "t5":  # whose ReLU's slopes are no differences
+    if name == "t5":  # ReLU has no finite-difference slopes
         for module in model.modules():
             if isinstance(getattr(module, "act", None), torch.nn.ReLU):
                 module.act = torch.nn.GELU()
@@ -74,8 +74,8 @@ def test_gradients_are_multiples_of_the_true_ones(name, attention, masked):
 
 @pytest.mark.quick("llama-eager", "t5-sdpa")
 @every_model
-def test_sizes_are_near_1_at_initialisation(name, attention):
-    """Within 1/3 and 3 forward; what reaches queries and keys is less, as attention itself makes it."""
+def test_tensor_sizes_are_near_1_at_initialization(name, attention):
+    """Forward sizes within 1/3 and 3; gradients of queries and keys are smaller, by attention's nature."""
     model, inputs = built(name, attention, dropout=0.1)
     halfstep.unit_scale(model.train(), attention_mask=MASK, **inputs)
     values, grads, weights = sizes(model, (), {"attention_mask": MASK, **inputs})
@@ -88,8 +88,8 @@ def test_sizes_are_near_1_at_initialisation(name, attention):
         assert all(1 / 10 <= size <= 3 for size in others.values()), others
 
 
-@pytest.mark.parametrize("name", NAMES[:3])  # T5's masks are two things, whose factors are measured apart
-def test_eager_and_fused_attention_are_one_function(name):
+@pytest.mark.parametrize("name", NAMES[:3])  # T5's bias and mask have separate factors in eager attention
+def test_eager_and_sdpa_attention_agree(name):
     outputs = []
     for attention in ("sdpa", "eager"):
         model, inputs = built(name, attention)
@@ -103,7 +103,7 @@ def test_eager_and_fused_attention_are_one_function(name):
 
 
 @pytest.mark.quick("gpt2-sdpa-True", "bert-sdpa-True", "t5-eager-False")
-@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")  # transformers' own name for it
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")  # transformers' own
 @pytest.mark.parametrize(
     ("name", "attention", "reentrant"),
     slow_unless(
@@ -111,7 +111,7 @@ def test_eager_and_fused_attention_are_one_function(name):
         [(*each, reentrant) for each in EACH for reentrant in (True, False)],
     ),
 )
-def test_activation_checkpointing_is_the_same(name, attention, reentrant):
+def test_activation_checkpointing_gives_the_same_gradients(name, attention, reentrant):
     model, inputs = built(name, attention)
     halfstep.unit_scale(model.train(), **inputs)
     output, grads = passes(model, (), inputs)
@@ -119,14 +119,14 @@ def test_activation_checkpointing_is_the_same(name, attention, reentrant):
     if reentrant:
         model.enable_input_require_grads()
     again, found = passes(model, (), inputs)
-    assert torch.allclose(again, output, rtol=1e-5, atol=1e-5)  # transformers leaves the cache out
+    assert torch.allclose(again, output, rtol=1e-5, atol=1e-5)  # transformers disables the cache
     largest = max(float(grad.abs().max()) for grad in grads.values())
     assert all(torch.allclose(grad, found[key], rtol=1e-5, atol=1e-6 * largest) for key, grad in grads.items())
 
 
 @pytest.mark.quick("t5-sdpa", "t5-eager")
 @pytest.mark.parametrize(("name", "attention"), [each for each in EACH if each[0] != "bert"])
-def test_a_cache_generates_what_the_whole_sequence_does(name, attention):
+def test_generation_with_and_without_a_cache_agree(name, attention):
     model, inputs = built(name, attention)
     halfstep.unit_scale(model, **inputs)
     model.eval()
@@ -136,7 +136,7 @@ def test_a_cache_generates_what_the_whole_sequence_does(name, attention):
     assert torch.equal(cached, whole)
 
 
-def test_a_loss_of_the_models_own_has_gradients_of_unit_size():
+def test_models_own_loss_has_unit_sized_gradients():
     model, inputs = built("bert")
     report = halfstep.unit_scale(model.train(), labels=IDS, **inputs)
     assert [op.name for op in report.operations][-1] == "cross_entropy"
@@ -150,7 +150,7 @@ def test_a_loss_of_the_models_own_has_gradients_of_unit_size():
     assert seen[0] == pytest.approx(1, rel=0.4)
 
 
-def test_saving_as_pretrained_is_refused_and_comes_back(tmp_path):
+def test_save_pretrained_raises_until_reverted(tmp_path):
     model, inputs = built("gpt2")
     halfstep.unit_scale(model, **inputs)
     for part in (model, model.transformer):
@@ -161,14 +161,14 @@ def test_saving_as_pretrained_is_refused_and_comes_back(tmp_path):
     assert (tmp_path / "config.json").exists()
 
 
-def test_dummy_inputs_stand_in_for_a_batch():
+def test_dummy_inputs_replace_a_batch():
     model, _ = built("llama")
     report = halfstep.unit_scale(model)
     assert "at the traced length" in str(report)
     assert "lm_head: nn.Linear" in str(report)
 
 
-def test_hand_written_norms_are_known_by_what_they_compute():
+def test_handwritten_norms_are_recognised_by_computation():
     model, inputs = built("t5", "eager")
     report = halfstep.unit_scale(model, **inputs)
     assert sum(op.name == "rms_norm" for op in report.operations) == 5 * 2 + 2

@@ -1,4 +1,4 @@
-"""Twelve Hugging Face models under the recipes that round products: each trains, differs from bf16-mixed, reloads."""
+"""Twelve Hugging Face models under the recipes that round matmuls: each trains, differs from bf16-mixed, reloads."""
 
 import pytest
 import torch
@@ -14,18 +14,18 @@ from tiny import EVERY, SMOOTH, assert_same, descend
 
 
 LOW = [name for name in EVERY if set(KEEP) <= set(get_recipe(name).rules)]
-BY_DEPTH = [name for name in LOW if any(rule.blocks for rule in get_recipe(name).rules)]  # these want one stack
+BY_DEPTH = [name for name in LOW if any(rule.blocks for rule in get_recipe(name).rules)]  # these need a single stack
 
 
 def misfit(member, name):
-    """What the error says of a model that the recipe does not fit; None where it fits."""
+    """The error text for a model that does not support the recipe, or None."""
     if name in SMOOTH and not member.gated:
         return "smooths gated MLPs"
     return "several stacks of them" if name in BY_DEPTH and member.config.is_encoder_decoder else None
 
 
 PAIRS = [(m, r) for m, member in MEMBERS.items() for r in LOW if misfit(member, r) is None]
-ALIKE = {"mistral", "qwen3", "roberta"}  # their modules are as those of llama and bert
+ALIKE = {"mistral", "qwen3", "roberta"}  # modules like those of llama and bert
 FEW = [(m, LOW[i % len(LOW)]) for i, m in enumerate(MEMBERS)]
 FEW = [(m, r if (m, r) in PAIRS else "fp8-delayed") for m, r in FEW if m not in ALIKE] + [("llama", r) for r in SMOOTH]
 REST = [pair for pair in PAIRS if pair not in FEW]
@@ -33,7 +33,7 @@ every_model = pytest.mark.parametrize("kind", MEMBERS)
 
 
 def run(kind, name, steps=6):
-    """The losses, and the model and what it came with."""
+    """The losses and the trained model."""
     member = MEMBERS[kind]
     model = member.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
@@ -61,20 +61,20 @@ def check(kind, name, folder):
 
 @pytest.mark.quick("gpt2-fp8-block", "mixtral-mxfp4-rht")
 @pytest.mark.parametrize(("kind", "name"), FEW)
-def test_a_model_trains_differs_and_reloads(kind, name, tmp_path):
+def test_some_models_train_differ_and_reload(kind, name, tmp_path):
     check(kind, name, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), REST)
-def test_every_model_trains_differs_and_reloads(kind, name, tmp_path):
+def test_other_models_train_differ_and_reload(kind, name, tmp_path):
     check(kind, name, tmp_path)
 
 
 @pytest.mark.quick("llama", "gpt2", "mixtral", "opt")
 @every_model
-def test_heads_and_routers_are_kept_and_nothing_else(kind):
-    """But convolutions where products are rotated, and the last of two blocks where a rule keeps 15% of them."""
+def test_only_heads_and_routers_are_kept(kind):
+    """Except convolutions under rotations, and the last of two blocks where a rule keeps 15% of them unrounded."""
     model = MEMBERS[kind].build()
     products = [
         path

@@ -1,4 +1,4 @@
-"""What test_trainer.py starts on two ranks: `torchrun --nproc-per-node=2 trainer_on_ranks.py RECIPE FOLDER`."""
+"""Run by test_trainer.py on two ranks: `torchrun --nproc-per-node=2 trainer_on_ranks.py RECIPE FOLDER`."""
 
 import io
 import sys
@@ -16,7 +16,7 @@ from tiny import assert_same  # noqa: E402
 
 
 def main(recipe, folder):
-    """Rank 1 alone overflows in the third step; both skip it. Half of the run, resumed, ends as the whole one."""
+    """Only rank 1 overflows in the third step, and both skip it; the run resumed halfway ends like the whole one."""
     torch.set_num_threads(1)
     runs = []
     for resume in (None, f"{folder}/checkpoint-4"):
@@ -33,7 +33,7 @@ def main(recipe, folder):
             assert trained.scaler.get_scale() == 2.0**15
     assert_same(*runs)
     everyone, file = [None, None], io.BytesIO()
-    torch.save(runs[0], file)  # a plain pickle of a float8 tensor cannot be read back by torch
+    torch.save(runs[0], file)  # torch cannot load a plain pickle of a float8 tensor
     dist.all_gather_object(everyone, file.getvalue())
     assert_same(*(torch.load(io.BytesIO(one), weights_only=False) for one in everyone))
     print("alike", flush=True)

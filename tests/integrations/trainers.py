@@ -1,4 +1,4 @@
-"""A small Llama, tokens, and arguments for Trainer and TRL's trainers; a Trainer that remembers what it was fed."""
+"""A small Llama, tokens, and arguments for Trainer and TRL's trainers; a Trainer that records its batches."""
 
 import logging
 
@@ -16,10 +16,10 @@ from tiny import copied
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 QUIET = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
-KNOWN = TrainingArguments.__dataclass_fields__  # transformers 5.8 has the older name
+KNOWN = TrainingArguments.__dataclass_fields__  # transformers 5.8 has only the older name
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in KNOWN else "gradient_checkpointing"
 IS_CHECKPOINTING = f"is_{CHECKPOINTING}"
-QUIET |= {CHECKPOINTING: False}  # TRL's arguments have it, by an older name
+QUIET |= {CHECKPOINTING: False}  # TRL's arguments enable it, under an older name
 STEPS, MICRO, ROWS = 8, 2, 2
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
@@ -50,7 +50,7 @@ def tokenizer():
 
 
 def options(folder, **more):
-    """What every kind of arguments takes: eight steps of two micro-batches, AdamW at a constant rate."""
+    """Arguments for any trainer: eight steps of two micro-batches, AdamW at a constant rate."""
     batches = {"max_steps": STEPS, "gradient_accumulation_steps": MICRO, "per_device_train_batch_size": ROWS}
     constant = {"learning_rate": 5e-3, "lr_scheduler_type": "constant"}
     return {"output_dir": str(folder), **QUIET, **batches, **constant, **more}
@@ -61,7 +61,7 @@ def arguments(folder, **more):
 
 
 class Recording(HalfstepMixin):
-    """Remembers each micro-batch with its loss, and torch's generator before the first one."""
+    """Records each micro-batch with its loss, and torch's generator state before the first one."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if not hasattr(self, "fed"):
@@ -73,17 +73,17 @@ class Recording(HalfstepMixin):
 
 
 class Trained(Recording, HalfstepTrainer):
-    """Trainer, with a record."""
+    """Trainer that records batches and losses."""
 
 
 def trainer(recipe, folder, model=None, callbacks=(), how=None, **more):
-    """A trainer that is ready to go."""
+    """A `Trained` for the recipe, ready to train."""
     how = {"audit": False, "generator": 3, "train_dataset": examples(), **(how or {})}
     return Trained(model or llama(), arguments(folder, **more), recipe=recipe, callbacks=list(callbacks), **how)
 
 
-def by_hand(recipe, fed, generator_state, max_norm=1.0):
-    """The documented loop, fed with what a trainer was; returns model, optimizer, scaler and the losses."""
+def documented_loop(recipe, fed, generator_state, max_norm=1.0):
+    """The documented loop on a trainer's recorded batches; returns model, optimizer, scaler and losses."""
     model = llama()
     decays = {n for n, _ in model.named_parameters() if not n.endswith("norm.weight")}
     groups = [[p for n, p in model.named_parameters() if (n in decays) == first] for first in (True, False)]
@@ -112,7 +112,7 @@ def state_of(trained):
 
 
 class StopAfter(TrainerCallback):
-    """Ends training after some steps, as an interruption would."""
+    """Ends training after `steps` steps, like an interruption."""
 
     def __init__(self, steps):
         self.steps = steps

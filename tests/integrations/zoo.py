@@ -46,7 +46,7 @@ WHISPER = WhisperConfig(
 
 @dataclass(frozen=True)
 class Member:
-    """One model: its class, a small configuration, what it keeps, and whether it has gated MLPs."""
+    """A model: its class, a small configuration, the layers that are kept, and whether it has gated MLPs."""
 
     kind: Any
     config: Any
