@@ -1,20 +1,19 @@
-"""Whether a regular expression can take time exponential in the length of a text: is it exponentially ambiguous?
+"""Whether a regular expression can backtrack exponentially in the length of a text, i.e. is exponentially ambiguous.
 
-It is where one of its places can be reached again from itself in two ways that read the same characters (Weber and
-Seidl, On the degree of ambiguity of finite automata, 1991). The places are the characters of the expression (Glushkov's
-automaton); possessive and atomic parts are taken as plain ones, and each assertion as an expression of its own.
-"""
+It is if a position can be reached again from itself in two ways that read the same characters (Weber and Seidl, On the
+degree of ambiguity of finite automata, 1991). Positions are the characters of the expression (Glushkov's automaton);
+possessive and atomic parts are treated as plain ones, and each assertion as an expression of its own."""
 
 from collections import Counter
 from re import _compiler, _constants as op, _parser
 
 
 _CHARACTERS = [chr(i) for i in range(128)] + ["é", "ſ", "\u2028", "٣"]
-_MANY = 3  # copies that stand for a part that may be repeated any number of times, at least so often
+_MANY = 3  # copies that stand for an unbounded repetition
 
 
 def is_exponential(pattern, flags=0):
-    """Whether some text makes Python's matcher take a number of steps exponential in the text's length."""
+    """Whether Python's matcher takes exponentially many steps for some text."""
     parsed = _parser.parse(pattern, flags)
     return _Automaton(parsed, parsed.state.flags).ambiguous() or any(
         _Automaton(part, parsed.state.flags).ambiguous() for part in _assertions(parsed)
@@ -38,7 +37,7 @@ class _Automaton:
         return at
 
     def part(self, kind, argument, at):
-        """Add one part of an expression behind a node; the node behind the part."""
+        """Add one part of the expression after node `at`; returns the node after the part."""
         if kind in (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN):
             self.read[at] = (_characters(kind, argument, self.flags), self.node())
             return self.read[at][1]
@@ -66,7 +65,7 @@ class _Automaton:
         return end
 
     def steps(self):
-        """For each node that reads: the nodes that read next, each with the number of ways, two at most."""
+        """For each reading node: the nodes that read next, with the number of ways (at most two)."""
         return {node: Counter(self.reached(behind, frozenset())) for node, (_, behind) in self.read.items()}
 
     def reached(self, node, passed):
@@ -81,7 +80,7 @@ class _Automaton:
         beyond = {node: _closure([node], lambda one: steps[one]) for node in steps}
 
         def together(pair):
-            """The pairs of places that both of a pair may go to by reading one character, in the same loop."""
+            """The pairs reachable from `pair` by reading one character in both, within the same loop."""
             one, other = pair
             for x in steps[one]:
                 for y in steps[other]:
@@ -98,7 +97,7 @@ class _Automaton:
 
 
 def _closure(start, following):
-    """All that is reached by one step or more."""
+    """All nodes reached by one or more steps."""
     found, left = set(), list(start)
     while left:
         new = set(following(left.pop())) - found

@@ -1,7 +1,6 @@
-"""Compiling the sources' bytecode in parallel runs: each worker compiles a share of the files that all of them need.
+"""Compile the bytecode of the sources in parallel test runs: each worker compiles its share of the files.
 
-Workers collect the same files in the same order: without this, each compiles every file of a fresh clone.
-"""
+Without this, every worker compiles every file of a fresh clone, since all collect the same files in the same order."""
 
 import compileall
 import contextlib
@@ -11,12 +10,12 @@ from pathlib import Path
 
 
 def share(files, worker, workers):
-    """The files that this worker compiles: every file is one worker's."""
+    """The files that this worker compiles; each file belongs to one worker."""
     return sorted(files)[worker::workers]
 
 
 def compile_share(config):
-    """Compile this worker's share of the Python files in the folders that are collected; without workers, nothing."""
+    """Compile this worker's share of the Python files in the collected folders; does nothing without workers."""
     if not hasattr(config, "workerinput") or sys.dont_write_bytecode:
         return
     folders = [Path(argument) for argument in config.args if Path(argument).is_dir()]
@@ -31,7 +30,8 @@ def compile_share(config):
 
 
 def keep_rewritten(rewriting, file):
-    """Have pytest rewrite the file's assertions and keep the bytecode. None of it runs: its first import fails."""
+    """Have pytest rewrite the file's assertions and cache the bytecode. The module's code does not run: its first
+    import fails."""
     spec = importlib.util.spec_from_file_location(f"unused.{file.stem}", file, loader=rewriting)
     module = importlib.util.module_from_spec(spec)
     module.__dict__["__builtins__"] = {}

@@ -1,8 +1,7 @@
-"""What every test starts from: a fixed seed, no deadlines (no clock in a test), one thread, this machine's CPU.
+"""What every test starts from: a fixed seed, no hypothesis deadlines, one thread, and this machine's CPU.
 
-torch and the library are imported in functions: the process that deals tests to workers imports neither, which would
-be the first two seconds of every run.
-"""
+torch and the library are imported inside functions: xdist's controller process imports neither, which would take the
+first two seconds of every run."""
 
 import gc
 import os
@@ -22,7 +21,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     threads = config.getoption("threads")
-    # In processes that tests start too: with torch's own number they would compile kernels again, in parallel.
+    # Also for processes that tests start: with torch's default they would compile kernels again, in parallel.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
         compile_share(config)  # before the first import of the library
@@ -30,7 +29,7 @@ def pytest_configure(config):
 
 
 def prepare(threads):
-    """What a process that runs tests needs."""
+    """Set up a process that runs tests: hypothesis, threads."""
     import torch
     from hypothesis import settings
     from hypothesis.internal.conjecture import providers
@@ -39,9 +38,9 @@ def prepare(threads):
 
     settings.register_profile("halfstep", deadline=None, max_examples=60, derandomize=True, database=None)
     settings.load_profile("halfstep")
-    # Else hypothesis reads the constants of all our modules, tests too, for some of its numbers: seconds a process.
+    # Otherwise hypothesis reads the constants of all our modules, including tests, which takes seconds per process.
     providers._get_local_constants = lambda: providers._local_constants
-    torch.set_num_threads(threads)  # a module's fixtures come before `_start`
+    torch.set_num_threads(threads)  # module-scoped fixtures run before `_start`
     torch.manual_seed = seed
 
 
@@ -57,7 +56,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Thousands of tests stay to the end: no collection of garbage, now or later, need go through them."""
+    """Collect without garbage collection, then freeze: thousands of test objects live to the end of the session."""
     gc.disable()
     try:
         return (yield)
@@ -65,12 +64,12 @@ def pytest_collection():
         gc.enable()
         gc.collect()
         gc.freeze()
-        gc.set_threshold(50_000, 20, 50)  # compilers make garbage by the million, and next to none of it in cycles
+        gc.set_threshold(50_000, 20, 50)  # compilers allocate millions of objects, few of them in cycles
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen():
-    """What collects garbage in a test, as a Trainer and Dynamo do, goes through that of its module alone."""
+    """Freeze live objects, so that collections within tests (a Trainer's, Dynamo's) scan only the module's own."""
     gc.collect()
     gc.freeze()
 
@@ -82,14 +81,14 @@ def _start(request):
     from families import start
 
     start()
-    # Tensors in tests are small: a second thread costs more than it brings, and much more beside another process. Tests
-    # of threading set their own number; `make test-cpus` has cells with two.
+    # Tensors in tests are small: a second thread costs more than it saves, especially beside other processes. Tests of
+    # threading set their own number; `make test-cpus` has cells with two.
     torch.set_num_threads(request.config.getoption("threads"))
 
 
 @pytest.fixture
 def carry(monkeypatch):
-    """carry(*dtypes): a CPU on which the products of those 16-bit dtypes, and of no others, are carried in float32."""
+    """carry(*dtypes) simulates a CPU on which matmuls of exactly these 16-bit dtypes are emulated in float32."""
     from halfstep.kernels import carried
 
     def choose(*dtypes):
@@ -100,7 +99,7 @@ def carry(monkeypatch):
 
 @pytest.fixture(params=["own", "carried"])
 def products(request, carry):
-    """Both kinds of CPU, on any: 16-bit products are torch's own, or carried. What uses it is marked `cpu`."""
+    """Both kinds of CPU on any machine: 16-bit matmuls are native or emulated. Tests that use it are marked `cpu`."""
     import torch
 
     carry(*([] if request.param == "own" else [torch.bfloat16, torch.float16]))
@@ -108,13 +107,13 @@ def products(request, carry):
 
 @pytest.fixture
 def unrendered(monkeypatch):
-    """Reports build their figures, and write no pictures of them: most of a report's time."""
+    """Reports build their figures but render no images, which takes most of a report's time."""
     monkeypatch.setattr("halfstep.lab.report.png", lambda figure: b"no picture")
 
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Runs `halfstep ARGUMENTS` in a terminal of 200 columns (or as told): exit code, standard output and error."""
+    """A function that runs `halfstep ARGUMENTS` in 200 columns by default and returns (exit code, stdout, stderr)."""
     from halfstep.cli.app import main
 
     def command(*arguments, columns=200):
@@ -130,7 +129,7 @@ def run(monkeypatch, capsys):
 
 @pytest.fixture(scope="session")
 def browser():
-    """A headless Chromium, driven by selenium, that reports every request and every line of its console."""
+    """A headless Chromium, driven by selenium, that reports every request and console line."""
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not (chromium and driver):
         pytest.skip("no chromium and chromedriver on PATH: the page is not tried in a browser")

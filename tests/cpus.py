@@ -1,9 +1,8 @@
-"""What depends on the processor, tested as if on other processors: `make test-cpus`.
+"""Run processor-dependent tests as if on other processors: `make test-cpus`.
 
-A cell is a setting of one library that computes here (torch, oneDNN below its products, MKL, numba), or of the threads.
-In each the tests marked `cpu` run (those with the fixture `products` are), and `halfstep doctor` holds every kernel
-against the reference. A setting that needs what this processor has not is skipped by name. Arguments go on to pytest.
-"""
+A cell is a setting of a library that computes (torch, oneDNN, MKL, numba) or of the threads. In each cell the tests
+marked `cpu` run (including those with the fixture `products`), and `halfstep doctor` compares every kernel with the
+reference. Settings that this processor does not support are skipped by name. Arguments are passed to pytest."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-NUMBA_AVX2 = {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": ""}  # without the second numba adds this machine's
+NUMBA_AVX2 = {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": ""}  # without the second, numba adds this machine's
 SEEN = """
 import os, numba, torch
 from numba.core.registry import cpu_target
@@ -33,7 +32,7 @@ print(f" and {min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)}")
 
 @dataclass(frozen=True)
 class Cell:
-    """A setting; `needs` are flags of /proc/cpuinfo, and `best` says that this is what such a machine does unasked."""
+    """A setting. `needs`: flags of /proc/cpuinfo; `best`: a machine with these flags uses this setting by default."""
 
     settings: Mapping[str, str] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
@@ -48,7 +47,7 @@ class Cell:
 
 
 def levels(variable: str, **needs: tuple[str, ...]) -> list[Cell]:
-    """The levels of one setting, lowest first. A machine's highest is what it runs unasked: the first cell."""
+    """The levels of one setting, lowest first. A machine's highest level is its default, which the first cell runs."""
     return [Cell({variable: level}, flags, best=bool(flags)) for level, flags in needs.items()]
 
 
@@ -78,13 +77,13 @@ CELLS = [
 
 
 def flags_of(cpuinfo: str) -> frozenset[str] | None:
-    """The flags of an x86 processor; None for another kind."""
+    """The flags of an x86 processor, or None on others."""
     found = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
     return frozenset(found[1].split()) if found else None
 
 
 def why_not(cell: Cell, flags: frozenset[str] | None) -> str | None:
-    """Why a cell is not run on a machine with these flags; None where it is."""
+    """Why a cell is skipped on a machine with these flags, or None."""
     if flags is None:
         return "skipped: no x86 processor" if cell.x86 else None
     missing = [flag for flag in cell.needs if flag not in flags]
@@ -96,7 +95,7 @@ def why_not(cell: Cell, flags: frozenset[str] | None) -> str | None:
 
 
 def run(cell: Cell, options: list[str]) -> tuple[bool, str]:
-    """Whether all is right in a cell, and a line; what went wrong follows on lines of its own."""
+    """Whether all tests of a cell pass, and a line about them, followed by lines about failures."""
     began = time.monotonic()
     threads = {"OMP_NUM_THREADS": str(cell.threads), "NUMBA_NUM_THREADS": str(max(cell.threads, os.cpu_count() or 1))}
     environment = {**os.environ, **threads, **cell.settings}

@@ -1,4 +1,4 @@
-"""Models on "cuda" without a GPU: tensors without values, whose every read by the host is noted."""
+"""Run models on "cuda" without a GPU, as FakeTensors, recording every host synchronisation."""
 
 import contextlib
 import ctypes
@@ -17,8 +17,8 @@ _CUDA, _META = 1, 14  # c10::DeviceType
 
 @contextlib.contextmanager
 def fake_cuda():
-    """FakeTensorMode, with devices of type "cuda". Where there is no GPU its guard is meta's, which does nothing.
-    Autocast believes in one."""
+    """FakeTensorMode in which "cuda" devices exist and autocast is available. Without a GPU, the device guard is the
+    meta device's, which does nothing."""
     autocast = mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=False)
     bf16 = mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True)
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
@@ -33,8 +33,8 @@ def fake_cuda():
 
 
 class Reads(TorchDispatchMode):
-    """Notes where numbers of tensors on "cuda" are read, and what is copied between there and the host by a call that
-    waits. A number that is read is 0, a truth value False."""
+    """A mode that records reads of "cuda" tensors' values and copies between device and host that synchronise. A value
+    that is read is 0 or False."""
 
     def __init__(self):
         super().__init__()
@@ -60,14 +60,14 @@ class Reads(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _note(self, name):
-        """Which of our functions it was."""
+        """Record the operator, with the halfstep function that called it."""
         ours = [frame for frame in traceback.extract_stack() if "/src/halfstep/" in frame.filename]
         where = f"{Path(ours[-1].filename).name} {ours[-1].name}" if ours else "outside"
         self.found.add(f"{where}: {name}")
 
 
 def backward(loss):
-    """`loss.backward()`, node by node: torch's engine asks for streams of a GPU that is there."""
+    """`loss.backward()`, node by node: torch's engine needs streams of a real GPU."""
     held = defaultdict(dict)
     held[loss.grad_fn][0] = torch.ones_like(loss)
     for node in _in_order(loss.grad_fn):
@@ -86,14 +86,14 @@ def backward(loss):
         with torch.no_grad():
             found = node.apply(*grads) if hasattr(node, "_forward_cls") else node(*grads)
         found = found if isinstance(found, tuple) else (found,)
-        for (after, place), grad in zip(node.next_functions, found, strict=False):  # what is no tensor comes last
+        for (after, place), grad in zip(node.next_functions, found, strict=False):  # the rest: non-tensor arguments
             if after is not None and grad is not None:
                 others = held[after]
                 others[place] = others[place] + grad if place in others else grad
 
 
 def _in_order(root):
-    """Every node of a graph, each before those that it hands its gradients to."""
+    """Every node of the graph in topological order, each before the nodes it passes gradients to."""
     order, seen, path = [], {root}, [(root, iter(root.next_functions))]
     while path:
         node, rest = path[-1]

@@ -1,4 +1,4 @@
-"""Families of cases: in a loop, whose failure names every member that fails, or some of them in the slow tests."""
+"""Parametrization over families: a loop whose failure names every failing member, or cases marked slow."""
 
 import functools
 import inspect
@@ -7,24 +7,24 @@ import pytest
 import torch
 
 
-_SHOWN = 400  # characters of what went wrong with a member
+_SHOWN = 400  # characters of a member's error
 
 
 def seed(number):
-    """`torch.manual_seed` in tests: torch's also notes a traceback for each kind of GPU, used or not, which takes
-    longer than many a test."""
+    """`torch.manual_seed` for tests. torch's own also records a traceback for each kind of GPU, even an unused one,
+    which takes longer than many a test."""
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)
     return torch.default_generator.manual_seed(int(number))
 
 
 def start():
-    """The seed that every test starts from."""
+    """Set the seed that every test starts from."""
     seed(0)
 
 
 class MembersFail(AssertionError):
-    """Some members of a family fail: a line for each."""
+    """The error of a `for_each` test, with a line for each failing member."""
 
     def __init__(self, lines):
         super().__init__(f"{len(lines)} fail:\n" + "\n".join(lines))
@@ -32,7 +32,7 @@ class MembersFail(AssertionError):
 
 
 def slow_unless(fast, members):
-    """The members for `pytest.mark.parametrize`, marked slow unless `fast(member)`; a tuple is several arguments."""
+    """The members for `pytest.mark.parametrize`, marked slow unless `fast(member)`; a tuple gives several arguments."""
     return [
         pytest.param(
             *(member if isinstance(member, tuple) else (member,)), marks=() if fast(member) else pytest.mark.slow
@@ -42,10 +42,10 @@ def slow_unless(fast, members):
 
 
 def mark_slow(items, whole):
-    """Mark slow what `@pytest.mark.quick("an id", "another")` leaves out of a test's cases.
+    """Mark the cases slow that a test's `@pytest.mark.quick("an id", "another")` does not list.
 
     Args:
-        whole: every case is among the items, so that an id of none is a mistake.
+        whole: all cases are among the items, so an id that matches none is an error.
     """
     cases = {}
     for item in items:
@@ -60,24 +60,24 @@ def mark_slow(items, whole):
 
 
 def in_turn(*families):
-    """Cases of the families' product: each member of the longest once, with the others' in turn.
+    """Pairs (or tuples) that cover each member of every family once, cycling through the shorter families.
 
-    For `slow_unless`, where the paths of one family do not depend on another's: every member of each is in a fast test.
+    For `slow_unless`, if the code paths of one family do not depend on another: every member is then in a fast test.
     """
     turns = range(max(map(len, families)))
     return [tuple(family[turn % len(family)] for family in families) for turn in turns]
 
 
 def for_each(names, members, ids=str, fast=None):
-    """As `pytest.mark.parametrize`, in a single test: quicker by far where a member takes milliseconds.
+    """Like `pytest.mark.parametrize`, in a single test; much faster for members that take milliseconds.
 
-    Every member is tried, from the seed that tests start from, and the error lists those that fail; the first one's
-    traceback follows. Fixtures are made once for all of them: a test that writes to one is parametrised instead.
+    Every member is tried, starting from the tests' seed; the error lists those that fail, followed by the first one's
+    traceback. Fixtures are made once for all members: parametrize tests that write to one instead.
 
     Args:
-        names: of the test's arguments that a member stands for, separated by commas.
-        ids: what a member is called in the error.
-        fast: the members of the fast test, where all of them take longer: those are tried in a slow one.
+        names: the test's arguments that a member gives, separated by commas.
+        ids: a function that names a member in the error.
+        fast: the members for the fast test, if all take too long; all members are then tried in a slow test.
     """
     members, arguments = list(members), [name.strip() for name in names.split(",")]
     assert members, f"no {names} to loop over"
@@ -98,7 +98,7 @@ def for_each(names, members, ids=str, fast=None):
                 values = [member] if len(arguments) == 1 else member
                 try:
                     test(*args, **kwargs, **dict(zip(arguments, values, strict=True)))
-                except MembersFail as error:  # of a loop inside this one
+                except MembersFail as error:  # raised by a nested loop
                     lines += [f"{ids(member)}, {line}" for line in error.lines]
                     first = first or error.__cause__
                 except (Exception, pytest.fail.Exception) as error:

@@ -1,10 +1,10 @@
-"""Whether a change moved any bit: trains every recipe with this tree's sources and with another commit's, and compares.
+"""Whether a change moved any bit: trains every recipe with this tree's sources and another commit's, and compares.
 
     python tests/golden.py [COMMIT] [--recipes A,B] [--compiled]
 
-Three models (an MLP, a GPT with tied embeddings, a convolutional network with an LSTM), five steps each on the same
+Three models (an MLP, a GPT with tied embeddings, a convolutional network with an LSTM) take five steps each on the same
 machine and thread count; losses, weights, optimizer states and scaler states must be equal bit for bit. Nothing is
-stored, since processors differ in the last bit. COMMIT is HEAD unless named.
+stored, since processors differ in the last bit. COMMIT defaults to HEAD.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def models():
-    """Name -> (model, batch, loss of a batch) of each kind, with weights of a fixed seed."""
+    """(model, batch, loss) functions by model name; weights have a fixed seed."""
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -100,7 +100,7 @@ def models():
 
 
 def trained(name, model, batch, target, loss_of, compiled):
-    """All that five steps leave, or the error that ended them."""
+    """Losses and all states after five steps, or the error that ended training."""
     import torch
 
     import halfstep
@@ -124,12 +124,12 @@ def trained(name, model, batch, target, loss_of, compiled):
             optimizer.zero_grad()
             losses.append(loss.detach())
         return losses, model.state_dict(), optimizer.state_dict(), scaler.state_dict()
-    except Exception as error:  # what is refused has to be refused alike
+    except Exception as error:  # both versions must reject the same recipes
         return f"{type(error).__name__}: {error}"
 
 
 def leaves(tree, path=""):
-    """The tensors and numbers of a nested state, by path."""
+    """The tensors and numbers of a nested state, with their paths."""
     import torch
 
     if isinstance(tree, dict):
@@ -146,7 +146,7 @@ def leaves(tree, path=""):
 
 
 def run(recipes, compiled, out):
-    """Train, with the sources that PYTHONPATH names, and write what was found."""
+    """Train with the sources on PYTHONPATH and write the results to `out`."""
     import pickle
     import warnings
 
@@ -165,7 +165,7 @@ def run(recipes, compiled, out):
 
 
 def compare(commit, options):
-    """Run both, and print what differs; the number of differing runs."""
+    """Train with both versions, print the differences, and return the number of differing runs."""
     import pickle
 
     found = []

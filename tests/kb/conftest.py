@@ -1,4 +1,4 @@
-"""Knowledge-base fixtures: the package's own data, and a folder to write entries into."""
+"""Knowledge-base fixtures: the package's own data, and a folder for entries."""
 
 import pytest
 from toy_entry import ENTRY
@@ -8,13 +8,13 @@ from halfstep.kb import load
 
 @pytest.fixture(scope="session")
 def base():
-    """The package's knowledge base, with nothing of this machine's user in it."""
+    """The package's knowledge base, without the user's own entries."""
     return load(None)
 
 
 @pytest.fixture
 def overlay(tmp_path):
-    """A function that writes a data file into a folder of one's own, and returns the folder."""
+    """A function that writes a data file to a temporary folder and returns the folder."""
 
     def write(text=ENTRY, name="toy.toml", family="Toy"):
         folder = tmp_path / "own"

@@ -1,4 +1,4 @@
-"""Adding an entry: it is read back as given, and a folder is never left with an entry that breaks a rule."""
+"""Adding an entry: it reads back as given, and no invalid entry is written."""
 
 import pytest
 from hypothesis import given, strategies as st
@@ -23,7 +23,7 @@ GOOD = {
 }
 
 
-def test_an_entry_is_read_back_as_given(tmp_path):
+def test_added_entry_is_read_back(tmp_path):
     file = add_entry("Toy Story", GOOD, tmp_path)
     assert file.name == "toy-story.toml"
     (entry,) = lookup("toys/toy-1b", tmp_path).entries
@@ -31,7 +31,7 @@ def test_an_entry_is_read_back_as_given(tmp_path):
     assert entry.references[0].locator == "section 3"
 
 
-def test_a_second_entry_is_appended(tmp_path):
+def test_second_entry_is_appended(tmp_path):
     add_entry("Toy", GOOD, tmp_path)
     file = add_entry("Toy", {**GOOD, "id": "toy-2", "model_ids": ["toys/2"], "train_precision": "fp32"}, tmp_path)
     assert [entry["id"] for entry in parse(text_of(file), "x")["entry"]] == ["toy", "toy-2"]
@@ -56,39 +56,39 @@ def test_a_second_entry_is_appended(tmp_path):
     ],
     ids=str,
 )
-def test_what_breaks_a_rule_is_not_written(tmp_path, change, message):
+def test_invalid_entry_is_not_written(tmp_path, change, message):
     with pytest.raises(KnowledgeBaseError, match=message):
         add_entry("Toy", {**GOOD, **change}, tmp_path)
     assert data_files(tmp_path) == []
 
 
-def test_a_refused_entry_leaves_the_file_as_it_was(tmp_path):
+def test_rejected_entry_leaves_the_file_unchanged(tmp_path):
     before = text_of(add_entry("Toy", GOOD, tmp_path))
     with pytest.raises(KnowledgeBaseError, match="One entry per model"):
         add_entry("Toy", {**GOOD, "id": "toy-2", "train_precision": "fp32"}, tmp_path)
     assert text_of(tmp_path / "toy.toml") == before
 
 
-def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+def test_unwritable_folder_raises(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(KnowledgeBaseError, match=r"cannot write .*toy\.toml.*--folder"):
         add_entry("Toy", GOOD, tmp_path / "file")
 
 
-def test_a_declared_conflict_with_the_package_is_written_and_shown_from_both_sides(tmp_path):
+def test_declared_conflict_with_the_package_shows_both_entries(tmp_path):
     add_entry("Toy", {**GOOD, "model_ids": ["google/flan-t5-xxl"], "conflict_with": "flan-t5"}, tmp_path)
     assert [entry.id for entry in lookup("google/flan-t5-xxl", tmp_path).entries] == ["toy", "flan-t5"]
 
 
 @given(st.text())
-def test_a_toml_string_is_read_back(text):
+def test_toml_string_is_read_back(text):
     if text.isascii() or text.isprintable():
         assert parse(f"x = {toml_string(text)}", "x") == {"x": text}
 
 
 @for_each("file", data_files(package_folder()), ids=lambda file: file.name)
-def test_every_file_of_the_package_is_written_back_as_it_is(file):
-    """The files are what `kb add` would have written, so that a contribution is a small diff."""
+def test_package_files_roundtrip(file):
+    """Package files have the layout that `kb add` writes, so that contributions are small diffs."""
     data = parse(text_of(file), file.name)
     failures = ("\n".join(["[[failure]]", *_lines(table), ""]) for table in data.get("failure", ()))
     blocks = [*map(dump_entry, data.get("entry", ())), *failures]
@@ -96,7 +96,7 @@ def test_every_file_of_the_package_is_written_back_as_it_is(file):
     assert parse(written, file.name) == data
 
 
-def test_names_of_files(tmp_path):
+def test_file_names_of_families(tmp_path):
     assert slug("GPT-Neo / 2.7B") == "gpt-neo-2-7b"
     assert add_entry("../../Träume", GOOD, tmp_path).parent == tmp_path
     assert len(load(tmp_path).entries) == 168

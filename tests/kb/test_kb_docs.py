@@ -1,4 +1,4 @@
-"""docs/knowledge_base.md: its figures are the data's, and its examples are entries that keep the rules."""
+"""docs/knowledge_base.md: its figures equal the data's, and its examples are valid entries."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from halfstep.kb.add import validate
 PAGE = (Path(__file__).parents[2] / "docs" / "knowledge_base.md").read_text(encoding="utf-8")
 
 
-def test_the_figures_are_those_of_the_data(base):
+def test_figures_equal_the_data(base):
     counts = base.counts()
     assert f"{counts['definitive']} entries are definitive" in PAGE
     assert f"{counts['inferred']} inferred ones" in PAGE
@@ -20,7 +20,7 @@ def test_the_figures_are_those_of_the_data(base):
     assert "Three of these state that it was never disclosed" in PAGE
 
 
-def test_the_examples_keep_the_rules(tmp_path):
+def test_examples_are_valid(tmp_path):
     entry, failure = re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     (tmp_path / "failures").mkdir()
     (tmp_path / "toy.toml").write_text(entry)

@@ -1,4 +1,4 @@
-"""Every entry that the package carries, and the list that the knowledge base answers."""
+"""The package's entries, and the forum wiki's list that the knowledge base must answer."""
 
 import re
 
@@ -14,7 +14,7 @@ from halfstep.kb.verdict import casts, judge
 ENTRIES = load(None).entries
 every_entry = for_each("entry", ENTRIES, ids=lambda entry: entry.id)
 
-# The lines of the forum wiki, each with the precision that the wiki gives. PEGASUS is the declared conflict.
+# The models of the forum wiki with the wiki's precisions. PEGASUS is the declared conflict.
 WIKI = {
     "allenai/longformer": "fp16_mixed",
     "allenai/longformer-base-4096": "fp16_mixed",
@@ -37,7 +37,7 @@ WIKI = {
 }
 
 
-def test_the_package_has_all_entries_and_reports(base):
+def test_package_has_all_entries_and_reports(base):
     assert len(base.entries) == 167
     assert base.counts() == {"definitive": 102, "inferred": 65}
     assert len({entry.family for entry in base.entries}) == 147
@@ -45,23 +45,23 @@ def test_the_package_has_all_entries_and_reports(base):
 
 
 @every_entry
-def test_no_reference_follows_a_branch(entry):
+def test_no_reference_links_to_a_branch(entry):
     moving = [one.url for one in entry.references if re.search(r"/(blob|tree|raw)/(main|master)/", one.url)]
     assert not moving, moving
 
 
-def test_the_package_keeps_its_own_rules():
+def test_package_data_is_valid():
     assert validate(package_folder()) == []
 
 
 @for_each("name, precision", WIKI.items())
-def test_every_line_of_the_forum_wiki_is_answered(name, precision):
+def test_forum_wiki_models_are_answered(name, precision):
     answer = lookup(name, overlay=None)
     assert [entry.train_precision for entry in answer.entries] == [precision]
 
 
 @pytest.mark.parametrize("name", ["google/pegasus-cnn_dailymail", "google/pegasus-xsum"])
-def test_the_wiki_line_without_a_reference_is_a_conflict_shown_from_both_sides(name):
+def test_unreferenced_wiki_line_is_a_declared_conflict(name):
     answer = lookup(name, overlay=None)
     assert answer.conflict
     assert answer.tier == "inferred"
@@ -69,13 +69,13 @@ def test_the_wiki_line_without_a_reference_is_a_conflict_shown_from_both_sides(n
 
 
 @every_entry
-def test_every_id_leads_to_its_entry(base, entry):
+def test_every_id_finds_its_entry(base, entry):
     for name in (*entry.model_ids, *entry.aliases, entry.id):
         assert entry in lookup(name, overlay=None).entries
 
 
 @every_entry
-def test_every_entry_cites_something_that_can_be_followed(entry):
+def test_every_entry_cites_a_valid_link(entry):
     assert entry.references
     for reference in entry.references:
         assert re.fullmatch(r"https://[a-z0-9.-]+/\S+", reference.url)
@@ -84,13 +84,13 @@ def test_every_entry_cites_something_that_can_be_followed(entry):
 
 
 @every_entry
-def test_nothing_definitive_rests_on_hearsay(entry):
+def test_definitive_entries_have_primary_evidence(entry):
     if entry.tier == "definitive":
         assert entry.evidence_kind not in {"secondary", "inferred_hardware", "wiki_unreferenced"}
 
 
 @every_entry
-def test_every_entry_has_a_verdict_with_a_reason_for_every_use(base, entry):
+def test_every_entry_has_reasoned_verdicts_for_every_use(base, entry):
     for use in uses():
         verdict = judge(base, entry.id, use)
         assert verdict.verdict in {"safe", "risky", "unknown"}
@@ -104,20 +104,20 @@ def test_fp32_is_safe_for_every_model(base, entry):
 
 
 @every_entry
-def test_bf16_trained_models_are_risky_in_fp16_unless_their_entry_says_why_not(base, entry):
+def test_bf16_trained_models_are_risky_in_fp16_by_default(base, entry):
     if entry.compute == "bf16" and "fp16" not in entry.safe:
         assert judge(base, entry.id, "fp16").verdict == "risky"
 
 
 @every_entry
-def test_a_model_is_safe_in_its_own_type_unless_its_entry_says_why_not(base, entry):
+def test_models_are_safe_in_their_training_dtype_by_default(base, entry):
     if entry.compute in uses() and entry.compute not in entry.risky and not entry.conflict_with:
         found = judge(base, entry.id, entry.compute)
         failed = any(report.kind == "failure" and entry.compute in report.uses for report in found.answer.failures)
         assert found.verdict == ("unknown" if failed else "safe")
 
 
-def test_the_stored_type_changes_no_verdict():
+def test_stored_dtype_changes_no_verdict():
     llama = lookup("meta-llama/Llama-2-7b-hf", overlay=None).entries[0]
     assert llama.released_dtype.startswith("float16")
     assert llama.train_precision == "bf16_mixed"
@@ -138,8 +138,8 @@ WIDELY_USED = {
 
 
 @pytest.mark.parametrize("name", WIDELY_USED)
-def test_widely_used_models_have_an_entry_which_says_what_is_known_of_them(name):
-    """A released type is no evidence: where nothing else is known, the precision is unknown."""
+def test_widely_used_models_have_entries(name):
+    """A released dtype is no evidence: if nothing else is known, the precision is unknown."""
     answer = lookup(name, overlay=None)
     (entry,) = answer.entries
     assert (entry.train_precision, answer.tier) == WIDELY_USED[name]
@@ -156,20 +156,20 @@ def test_hub_ids_are_unconfirmed_until_a_reference_names_them():
 
 
 @pytest.mark.parametrize("name", ["facebook/nllb-200-3.3B", "facebook/xglm-7.5B"])
-def test_what_nobody_could_cite_is_left_out(name):
+def test_uncited_models_have_no_entry(name):
     assert not lookup(name, overlay=None).known
 
 
 @pytest.mark.parametrize(
     "name", ["google/ul2", "facebook/bart-large", "mistralai/Mixtral-8x7B-v0.1", "microsoft/phi-4"]
 )
-def test_what_was_looked_for_and_not_found_is_said(name):
+def test_unstated_precisions_are_recorded_as_unknown(name):
     (entry,) = lookup(name, overlay=None).entries
     assert (entry.train_precision, entry.tier) == ("unknown", "inferred")
     assert entry.paraphrase.startswith("Looked for, not stated")
 
 
-def test_every_report_is_linked_to_an_entry_or_names_its_model(base):
+def test_reports_link_to_existing_entries_and_name_their_model(base):
     ids = {entry.id for entry in base.entries}
     linked = [report for report in base.failures if report.entries]
     assert all(set(report.entries) <= ids for report in linked)
@@ -177,10 +177,10 @@ def test_every_report_is_linked_to_an_entry_or_names_its_model(base):
     assert all(report.model for report in base.failures)
 
 
-def test_the_cast_table_has_a_cell_for_every_training_type_and_use():
+def test_cast_table_covers_all_training_dtypes_and_uses():
     natives = {word.split("_")[0] for word in schema()["$defs"]["precision"]["enum"]}
     assert set(casts()) == {(native, use) for native in natives for use in uses()}
 
 
-def test_parts_take_the_words_of_whole_models():
+def test_precisions_of_parts_equal_those_of_models():
     assert set(words("train_precision")) - {"mixed_by_part"} == set(schema()["$defs"]["precision"]["enum"])

@@ -1,4 +1,4 @@
-"""The exports hold what the knowledge base holds, and what cannot be read back is not in them."""
+"""Exports hold the knowledge base's contents, and hostile text in them stays text."""
 
 import csv
 import io
@@ -36,7 +36,7 @@ def hostile(base):
     return KnowledgeBase((bad,), (replace(report, symptom=HOSTILE, model=HOSTILE, tried=HOSTILE),))
 
 
-def test_json_has_everything(base):
+def test_json_export_is_complete(base):
     data = json.loads(to_json(base))
     assert data["counts"] == base.counts()
     assert len(data["failures"]) == len(base.failures)
@@ -45,7 +45,7 @@ def test_json_has_everything(base):
         assert (found["compute"], found["regime"]) == (entry.compute, entry.regime)
 
 
-def test_csv_is_read_back(base):
+def test_csv_export_is_read_back(base):
     rows = list(csv.DictReader(io.StringIO(to_csv(base))))
     for entry, row in zip(base.entries, rows, strict=True):
         assert (row["id"], row["family"], int(row["year"])) == (entry.id, entry.family, entry.year)
@@ -64,7 +64,7 @@ def cells(line):
     ]
 
 
-def test_markdown_is_read_back(base):
+def test_markdown_export_is_read_back(base):
     lines = [line for line in to_markdown(base).split("\n") if line.startswith("| ")]
     entries = lines[2 : 2 + len(base.entries)]
     for entry, line in zip(base.entries, entries, strict=True):
@@ -77,7 +77,7 @@ def test_markdown_is_read_back(base):
     assert len(lines) == 4 + len(base.entries) + len(base.failures)
 
 
-def test_markdown_escapes_what_it_would_obey(base):
+def test_markdown_escapes_html_and_links(base):
     shown = to_markdown(hostile(base))
     (line,) = [line for line in shown.split("\n") if "flan" in line and line.count("<br>")]
     assert len(cells(line)) == 9
@@ -86,12 +86,12 @@ def test_markdown_escapes_what_it_would_obey(base):
 
 
 @pytest.mark.parametrize("character", "\\`*_[]<>|#&~!")
-def test_markdown_escapes_every_character_that_means_something(character):
+def test_markdown_escapes_every_special_character(character):
     assert escaped(f"a{character}b") == f"a\\{character}b"
 
 
 class TestModelCard:
-    def test_every_entry_without_a_conflict_has_a_field_that_yaml_reads(self, base):
+    def test_entries_without_conflict_give_valid_yaml(self, base):
         for entry in base.entries:
             if entry.conflict_with:
                 continue
@@ -112,7 +112,7 @@ class TestModelCard:
         assert data["trained_precision_master_weights"] == "x\ny: z"
         assert "y" not in data
 
-    def test_a_conflict_and_an_unknown_model_get_no_card(self, base):
+    def test_conflicts_and_unknown_models_raise(self, base):
         with pytest.raises(KnowledgeBaseError, match="entries pegasus-large and pegasus-wiki conflict"):
             model_card(find(base, "google/pegasus-xsum"))
         with pytest.raises(KnowledgeBaseError, match=r"a card must not guess\. Nearest names: google/flan-t5-xxl"):

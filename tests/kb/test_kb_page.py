@@ -1,4 +1,4 @@
-"""The page in a headless Chromium: what a user does, with no request and no line in the console."""
+"""The knowledge-base page in headless Chromium: user actions cause no request and no console output."""
 
 import json
 from urllib.parse import urlsplit
@@ -47,7 +47,7 @@ def address(base, tmp_path_factory):
 
 @pytest.fixture
 def page(browser, address):
-    """The page, opened afresh; after the test nothing may have been requested or logged."""
+    """The page, freshly loaded; fails if the test causes requests or console output."""
     resize(browser, 1200)
     browser.get("about:blank")
     browser.get_log("performance"), browser.get_log("browser")
@@ -75,7 +75,7 @@ def at(page, name):
 
 
 def choose(page, name, value):
-    """Pick an option of a list, as a user does."""
+    """Choose an option of a select element."""
     at(page, name).find_element("css selector", f"option[value='{value}']").click()
 
 
@@ -85,7 +85,7 @@ def shown(page):
 
 
 def count(page):
-    """The (definitive, inferred) counts that the page announces."""
+    """The (definitive, inferred) counts that the page shows."""
     words = at(page, "count").text.split()
     return int(words[0]), int(words[-2])
 
@@ -98,7 +98,7 @@ def ask(page, model, use):
     return at(page, "verdict")
 
 
-def test_it_opens_from_a_file_without_a_request_or_a_line_in_the_console(page, address):
+def test_page_opens_from_a_file_without_requests(page, address):
     assert len(shown(page)) == 167
     assert count(page) == (102, 65)
     opened = requests(page)
@@ -107,7 +107,7 @@ def test_it_opens_from_a_file_without_a_request_or_a_line_in_the_console(page, a
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "fp8", "nvfp4", "unknown"])
-def test_the_precision_filter_shows_what_python_counts(page, base, precision):
+def test_precision_filter_equals_python(page, base, precision):
     choose(page, "precision", precision)
     wanted = [entry for entry in base.entries if precision in entry.computes]
     assert set(shown(page)) == {entry.id for entry in wanted}
@@ -122,7 +122,7 @@ def test_the_precision_filter_shows_what_python_counts(page, base, precision):
         ("evidence", "author_statement", lambda entry: entry.evidence_kind == "author_statement"),
     ],
 )
-def test_the_other_filters_do_too(page, base, name, value, fits):
+def test_other_filters_equal_python(page, base, name, value, fits):
     choose(page, name, value)
     assert set(shown(page)) == {entry.id for entry in base.entries if fits(entry)}
 
@@ -149,7 +149,7 @@ def test_search_as_you_type(page):
     assert count(page) == (0, 0)
 
 
-def test_columns_sort_both_ways_and_say_so(page, base):
+def test_columns_sort_both_ways_with_aria_sort(page, base):
     assert page.find_element("css selector", "th[data-sort=year]").get_attribute("aria-sort") == "descending"
     button = page.find_element("css selector", "th[data-sort=family] button")
     button.click()
@@ -166,7 +166,7 @@ def test_columns_sort_both_ways_and_say_so(page, base):
     assert [years[each] for each in shown(page)] == sorted(years.values())
 
 
-def test_a_row_opens_with_the_keyboard_and_shows_links(page):
+def test_row_opens_with_the_keyboard_and_shows_links(page):
     from selenium.webdriver.common.keys import Keys
 
     toggle = page.find_element("css selector", "#t5-v1 .toggle")
@@ -180,7 +180,7 @@ def test_a_row_opens_with_the_keyboard_and_shows_links(page):
     assert not links[0].is_displayed()
 
 
-def test_everything_of_a_form_is_reached_with_tab_and_has_a_name(page):
+def test_form_fields_are_reached_with_tab_and_have_names(page):
     from selenium.webdriver.common.keys import Keys
 
     at(page, "model").click()
@@ -194,7 +194,7 @@ def test_everything_of_a_form_is_reached_with_tab_and_has_a_name(page):
         assert field.accessible_name or not field.is_displayed(), field.get_attribute("outerHTML")[:200]
 
 
-def test_an_entry_is_addressed_by_the_fragment(page, address):
+def test_fragment_opens_an_entry(page, address):
     page.get("about:blank")
     page.get(address + "#pegasus-wiki")
     assert page.find_element("id", "more-pegasus-wiki").is_displayed()
@@ -207,7 +207,7 @@ def test_an_entry_is_addressed_by_the_fragment(page, address):
 
 
 @pytest.mark.parametrize("fragment", ["#", "#nothing", "#%", "#<img>", "#page-check"])
-def test_other_fragments_do_no_harm(page, address, fragment):
+def test_other_fragments_are_ignored(page, address, fragment):
     page.get("about:blank")
     page.get(address + fragment)
     assert len(shown(page)) == 167
@@ -228,14 +228,14 @@ def test_other_fragments_do_no_harm(page, address, fragment):
         ("<img src=x onerror=alert(1)>", "fp16", "unknown", "<img src=x onerror=alert(1)>"),
     ],
 )
-def test_the_cast_checker_answers(page, model, use, verdict, says):
+def test_cast_checker_verdicts(page, model, use, verdict, says):
     found = ask(page, model, use)
     assert found.find_element("class name", "word").text == verdict
     assert says in found.text
     assert found.get_attribute("role") == "status"
 
 
-def test_the_cast_checker_leads_to_the_entry_and_to_the_reports(page):
+def test_cast_checker_links_to_entry_and_reports(page):
     ask(page, "google/flan-t5-xxl", "fp16")
     at(page, "verdict").find_element("css selector", "a[href='#flan-t5']").click()
     assert page.find_element("id", "more-flan-t5").is_displayed()
@@ -244,7 +244,7 @@ def test_the_cast_checker_leads_to_the_entry_and_to_the_reports(page):
     assert "Name a model first" in ask(page, "", "fp16").text
 
 
-def test_the_cast_checker_says_what_python_says_of_every_model_and_use(page, base):
+def test_cast_checker_equals_python_for_all_models_and_uses(page, base):
     names = [name for entry in base.entries for name in (*entry.model_ids, *entry.aliases, entry.id)]
     script = """
       const [models, uses] = arguments, found = [];
@@ -259,7 +259,7 @@ def test_the_cast_checker_says_what_python_says_of_every_model_and_use(page, bas
     assert found == [judge(base, name, use).verdict for name in names for use in uses()]
 
 
-def test_the_matrix_has_a_labelled_cell_for_every_cast(page):
+def test_matrix_has_a_labelled_cell_for_every_cast(page):
     cells = page.find_elements("css selector", "#page-matrix g")
     assert len(cells) == 80
     assert {cell.text for cell in cells} == {"none", "low", "medium", "high", "unknown"}
@@ -267,7 +267,7 @@ def test_the_matrix_has_a_labelled_cell_for_every_cast(page):
 
 
 @pytest.mark.parametrize("width", [320, 375, 768, 1200])
-def test_nothing_runs_out_of_the_screen(page, address, width):
+def test_page_fits_the_screen_width(page, address, width):
     resize(page, width)
     page.execute_script("location.hash = '#gpt-neox-20b'")
     assert page.execute_script("return document.documentElement.scrollWidth") <= width
@@ -275,8 +275,8 @@ def test_nothing_runs_out_of_the_screen(page, address, width):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out_from_its_ground(page, scheme):
-    """By the contrast that WCAG 2.1 AA asks of text: 4.5 to 1."""
+def test_text_has_enough_contrast(page, scheme):
+    """Contrast as WCAG 2.1 AA requires for text: 4.5 to 1."""
     resize(page, 1200, scheme)
     for model, use in (("google/flan-t5-xxl", "bf16"), ("google/pegasus-xsum", "fp16")):
         ask(page, model, use)
@@ -285,7 +285,7 @@ def test_text_stands_out_from_its_ground(page, scheme):
     assert page.execute_script(CONTRAST) == []
 
 
-def test_it_can_be_read_without_its_script(browser, address):
+def test_page_is_readable_without_javascript(browser, address):
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
         browser.get("about:blank")
@@ -295,7 +295,7 @@ def test_it_can_be_read_without_its_script(browser, address):
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
-def test_the_cast_checker_leaves_out_what_a_glob_excepts(browser, overlay, tmp_path):
+def test_cast_checker_respects_glob_exceptions(browser, overlay, tmp_path):
     glob = ENTRY.replace('["toys/toy-1b"]', '["toys/toy-*"]\nexcept_ids = ["toys/toy-Old"]')
     file = tmp_path / "kb.html"
     file.write_text(to_html(load(overlay(glob))), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Which entry answers: exact id, alias, glob, base model of a local folder, unknown; the user's own first."""
+"""Which entry answers a name: exact id, alias, glob, base model of a local folder, or none; user entries come first."""
 
 import json
 
@@ -20,7 +20,7 @@ def entry(name, *model_ids, aliases=(), more=""):
     return text.replace("paraphrase", f"aliases = {json.dumps(aliases)}\nreason = 'a test'\n{more}\nparaphrase")
 
 
-def test_an_exact_id_is_stronger_than_an_alias_and_an_alias_than_a_glob(overlay):
+def test_exact_id_precedes_alias_precedes_glob(overlay):
     levels = {
         "exact": entry("exact", "toys/a"),
         "alias": entry("alias", "toys/other", aliases=["toys/a", "toys/b"]),
@@ -33,25 +33,25 @@ def test_an_exact_id_is_stronger_than_an_alias_and_an_alias_than_a_glob(overlay)
     assert lookup("elsewhere/c", folder).how == "unknown"
 
 
-def test_upper_and_lower_case_are_one():
+def test_lookup_ignores_case():
     assert ids(lookup("GOOGLE/Flan-T5-XXL", overlay=None)) == ["flan-t5"]
     assert lookup("  google/flan-t5-xxl ", overlay=None).how == "exact id"
 
 
-def test_an_exception_to_a_glob_is_not_matched_by_it():
+def test_glob_does_not_match_its_exceptions():
     assert ids(lookup("BAAI/bge-base-en", overlay=None)) == ["bge"]
     assert ids(lookup("BAAI/bge-reranker-v2-m3", overlay=None)) == ["bge-reranker-v2-m3"]
 
 
-def test_an_exception_without_an_entry_is_unknown(overlay):
+def test_glob_exception_without_an_entry_is_unknown(overlay):
     folder = overlay(entry("glob", "toys/*", more='except_ids = ["toys/Other"]'))
     assert lookup("toys/this", folder).how == "glob"
     assert lookup("toys/other", folder).how == "unknown"
 
 
 @given(st.text("ab*/.+[", max_size=8), st.text("abAB/.+[", max_size=8))
-def test_a_glob_stands_for_characters_of_the_name_only(pattern, name):
-    """Against a definition by cases instead of a regular expression."""
+def test_glob_does_not_match_slashes(pattern, name):
+    """Against a recursive definition instead of a regular expression."""
 
     def covers(pattern, name):
         if not pattern:
@@ -63,13 +63,13 @@ def test_a_glob_stands_for_characters_of_the_name_only(pattern, name):
     assert matches(pattern, name) == covers(pattern.lower(), name.lower())
 
 
-def test_a_like_name_is_offered_but_never_taken():
+def test_similar_name_is_suggested_but_not_used():
     answer = lookup("somebody/flan-t5-xxl", overlay=None)
     assert not answer.known
     assert answer.near[0] == "google/flan-t5-xxl"
 
 
-def test_a_model_without_an_entry_still_has_its_failure_reports():
+def test_model_without_an_entry_has_its_failure_reports():
     answer = lookup("google/gemma-4-2b", overlay=None)
     assert not answer.known
     assert len(answer.failures) == 2
@@ -108,7 +108,7 @@ def test_a_model_without_an_entry_still_has_its_failure_reports():
         ("google/flan-t5-xxl-bnb-4bit", "base model", "flan-t5"),
     ],
 )
-def test_names_as_people_write_them(written, how, entry):
+def test_names_in_common_spellings(written, how, entry):
     answer = lookup(written, overlay=None)
     assert (answer.how, ids(answer)) == (how, [entry])
     assert answer.model_id == written
@@ -117,7 +117,7 @@ def test_names_as_people_write_them(written, how, entry):
         assert answer.bases
 
 
-def test_a_name_of_many_endings_is_looked_up_at_once():
+def test_name_with_many_suffixes_is_looked_up_fast():
     assert lookup("x-q4" + "_q4" * 29 + "-x", overlay=None).how == "unknown"
     for ending in ("Q4_K_M", ".q5_0", "_Q3_K_XL.gguf", "-q4_0_4_8", "-Q8_0_q4-awq"):
         assert ids(lookup(f"TheBloke/Llama-2-7B-{ending}", overlay=None)) == ["llama-2"], ending
@@ -126,7 +126,7 @@ def test_a_name_of_many_endings_is_looked_up_at_once():
 @pytest.mark.parametrize(
     "written", ["Llama 7B 2", "llama", "Llama 2 8B", "somebody/flan-t5-xxl", "2-7b", "-GPTQ", "hf.co/"]
 )
-def test_other_names_are_not_taken_for_those(written):
+def test_other_names_are_unknown(written):
     assert not lookup(written, overlay=None).known
 
 
@@ -146,7 +146,7 @@ class TestLocalFolder:
             "---\r\nbase_model: [google/flan-t5-xl]\r\n---\r\n",
         ],
     )
-    def test_the_base_model_of_the_card_answers_with_less_confidence(self, tmp_path, card):
+    def test_base_model_of_the_card_answers_as_inferred(self, tmp_path, card):
         answer = lookup(self.write(tmp_path / "mine", README_md=card), overlay=None)
         assert (answer.how, ids(answer), answer.tier) == ("base model", ["flan-t5"], "inferred")
         assert answer.entries[0].tier == "definitive"
@@ -158,22 +158,22 @@ class TestLocalFolder:
             {"adapter_config_json": '{"base_model_name_or_path": "google/flan-t5-xl"}'},
         ],
     )
-    def test_so_does_the_one_of_the_configuration(self, tmp_path, files):
+    def test_base_model_of_the_configuration_answers(self, tmp_path, files):
         answer = lookup(self.write(tmp_path / "mine", **files), overlay=None)
         assert (answer.how, ids(answer)) == ("base model", ["flan-t5"])
 
-    def test_the_base_of_a_base_that_says_in_its_name_what_it_is_of(self, tmp_path):
+    def test_quantized_base_model_resolves_to_its_original(self, tmp_path):
         config = '{"base_model_name_or_path": "unsloth/Llama-3.2-1B-Instruct-bnb-4bit"}'
         answer = lookup(self.write(tmp_path / "mine", adapter_config_json=config), overlay=None)
         assert (ids(answer), answer.tier) == (["llama-3.2"], "inferred")
         assert answer.bases == ("unsloth/Llama-3.2-1B-Instruct-bnb-4bit",)
         assert "meta-llama/Llama-3.2-1B-Instruct" in answer.matched
 
-    def test_the_hub_cache_has_the_id_in_its_path(self, tmp_path):
+    def test_hub_cache_folder_gives_the_id(self, tmp_path):
         folder = tmp_path / "models--google--flan-t5-xl" / "snapshots" / "0123"
         assert ids(lookup(self.write(folder, config_json="{}"), overlay=None)) == ["flan-t5"]
 
-    def test_several_bases_give_the_more_careful_advice(self, tmp_path):
+    def test_several_base_models_give_the_most_careful_verdict(self, tmp_path):
         card = "---\nbase_model:\n- EleutherAI/pythia-70m\n- google/flan-t5-xl\n---\n"
         verdict = check(self.write(tmp_path / "merge", README_md=card), "fp16", overlay=None)
         assert [reason.verdict for reason in verdict.reasons] == ["safe", "risky"]
@@ -181,43 +181,43 @@ class TestLocalFolder:
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
     @pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
-    def test_the_stored_type_alone_answers_nothing(self, tmp_path, key, dtype):
+    def test_stored_dtype_alone_gives_no_answer(self, tmp_path, key, dtype):
         folder = self.write(tmp_path / "mine", config_json=json.dumps({key: dtype}))
         answer = lookup(folder, overlay=None)
         assert (answer.how, answer.stored_dtype) == ("unknown", dtype)
         for use in ("fp16", "bf16"):
             assert check(folder, use, overlay=None).verdict == "unknown"
 
-    def test_a_base_without_an_entry_is_named(self, tmp_path):
+    def test_base_model_without_an_entry_is_named(self, tmp_path):
         folder = self.write(tmp_path / "mine", config_json='{"_name_or_path": "foo/bar"}')
         assert "foo/bar" in check(folder, "fp16", overlay=None).reasons[0].text
 
-    def test_a_card_without_a_header_and_an_empty_folder_answer_nothing(self, tmp_path):
+    def test_card_without_a_header_and_empty_folder_are_unknown(self, tmp_path):
         assert not lookup(self.write(tmp_path / "a", README_md="base_model: google/flan-t5-xl"), overlay=None).known
         assert not lookup(self.write(tmp_path / "b"), overlay=None).known
 
     @pytest.mark.parametrize(
         ("text", "message"), [("{", "is not JSON"), ("[1]", "holds a list"), ("[" * 100_000, "is not JSON")]
     )
-    def test_a_broken_config_is_an_error_that_names_the_file(self, tmp_path, text, message):
+    def test_broken_config_raises_with_its_name(self, tmp_path, text, message):
         folder = self.write(tmp_path / "mine", config_json=text)
         with pytest.raises(KnowledgeBaseError, match=message) as caught:
             lookup(folder, overlay=None)
         assert "config.json" in str(caught.value)
 
-    def test_a_folder_is_a_folder_before_it_is_a_name(self, tmp_path, monkeypatch):
-        """As `from_pretrained` has it: a tiny model in a folder of a known name is not that model."""
+    def test_existing_folder_precedes_a_model_name(self, tmp_path, monkeypatch):
+        """Like `from_pretrained`: a tiny model in a folder with a known name is not that model."""
         self.write(tmp_path / "google" / "flan-t5-xl", config_json='{"model_type": "llama"}')
         (tmp_path / "opt-175b").mkdir()
         monkeypatch.chdir(tmp_path)
         assert lookup("google/flan-t5-xl", overlay=None).how == "unknown"
         assert lookup("google/flan-t5-xxl", overlay=None).how == "exact id"
-        assert lookup("opt-175b", overlay=None).how == "alias"  # nothing in it
+        assert lookup("opt-175b", overlay=None).how == "alias"  # an empty folder
         (tmp_path / "opt-175b" / "weights.npz").write_bytes(b"")
         assert lookup("opt-175b", overlay=None).how == "unknown"
 
-    def test_a_card_that_names_thousands_of_base_models_is_an_error(self, tmp_path):
-        """Each is looked up in all entries: a card of 1 MiB would take minutes."""
+    def test_card_with_too_many_base_models_raises(self, tmp_path):
+        """Each is looked up in all entries, so a card of 1 MiB would take minutes."""
         folder = self.write(tmp_path, README_md="---\nbase_model:\n" + "- a/b\n- a/c\n" * 1000 + "---\n")
         assert lookup(folder, overlay=None).bases == ("a/b", "a/c")
         card = "---\nbase_model:\n" + "".join(f"- a/{i}\n" for i in range(1000)) + "---\n"
@@ -228,7 +228,7 @@ class TestLocalFolder:
 
 
 @given(st.text(max_size=40))
-def test_no_text_breaks_a_lookup_or_a_search(base, text):
+def test_lookup_and_search_take_any_text(base, text):
     assert lookup(text, overlay=None).how in {"exact id", "alias", "glob", "name", "base model", "unknown"}
     assert len(search(base, text)) <= len(base.entries)
 
@@ -239,18 +239,18 @@ def test_odd_names_are_unknown(name):
 
 
 class TestOverlay:
-    def test_the_users_entry_answers_instead_of_the_packages(self, overlay):
+    def test_user_entry_precedes_the_packages(self, overlay):
         folder = overlay(entry("mine", "google/flan-t5-xxl"))
         answer = lookup("google/flan-t5-xxl", folder)
         assert ids(answer) == ["mine"]
         assert answer.entries[0].overlay
         assert ids(lookup("google/flan-t5-xl", folder)) == ["flan-t5"]
 
-    def test_an_entry_of_the_same_id_takes_the_packages_place(self, overlay):
+    def test_user_entry_of_the_same_id_replaces_the_packages(self, overlay):
         folder = overlay(entry("flan-t5", "toys/flan"))
         assert not lookup("google/flan-t5-xxl", folder).known
 
-    def test_a_declared_conflict_shows_both(self, overlay):
+    def test_declared_conflict_shows_both_entries(self, overlay):
         folder = overlay(
             entry("mine", "google/flan-t5-xxl", more='conflict_with = "flan-t5"').replace("bf16_mixed", "fp32")
         )
@@ -259,7 +259,7 @@ class TestOverlay:
         assert answer.conflict
         assert check("google/flan-t5-xxl", "bf16", folder).verdict == "risky"
 
-    def test_its_failure_reports_count(self, overlay):
+    def test_user_failure_reports_count(self, overlay):
         report = (
             '[[failure]]\nid = "mine-1"\nkind = "failure"\nurl = "https://x.y/z"\nlocator = "x#1"\nmodel = "toy"\n'
             'model_ids = ["toys/*"]\ntrained_in = "bf16"\ntried = "fp16"\nuses = ["fp16"]\nsymptom = "NaN"\n'
@@ -267,26 +267,26 @@ class TestOverlay:
         folder = overlay(report, name="failures/mine.toml", family=None)
         assert check("toys/other", "fp16", folder).verdict == "risky"
 
-    def test_a_broken_overlay_is_an_error_that_names_the_file(self, overlay):
+    def test_broken_overlay_raises_with_the_file(self, overlay):
         with pytest.raises(KnowledgeBaseError, match=r"toy\.toml: entry 'toy'.*unknown word"):
             load(overlay(ENTRY.replace("bf16_mixed", "bf61")))
         with pytest.raises(KnowledgeBaseError, match=r"this is not TOML.*line 2"):
             load(overlay("=", name="toy.toml"))
 
-    def test_a_file_that_is_not_utf8_is_an_error(self, overlay):
+    def test_non_utf8_file_raises(self, overlay):
         folder = overlay()
         (folder / "z.toml").write_bytes(b'family = "\xff"')
         with pytest.raises(KnowledgeBaseError, match="cannot be read as UTF-8"):
             load(folder)
 
-    def test_a_folder_that_is_not_there_is_an_error_unless_it_is_the_default(self, tmp_path, monkeypatch):
+    def test_missing_folder_raises_unless_it_is_the_default(self, tmp_path, monkeypatch):
         with pytest.raises(KnowledgeBaseError, match="no such folder; expected a folder of"):
             load(tmp_path / "nowhere")
         monkeypatch.setenv("HOME", str(tmp_path))
         assert load(DEFAULT_OVERLAY) == load(None)
 
 
-def test_search_wants_every_word_and_puts_names_first(base):
+def test_search_needs_every_word_and_ranks_names_first(base):
     found = search(base, "FLAN t5")
     assert {entry.id for entry in found[:2]} == {"flan-t5", "blip2-flan-t5"}
     assert search(base, "flan nonsense") == ()

@@ -1,4 +1,4 @@
-"""The rules of the wiki: each violation has its message, and each exception to a rule is one."""
+"""The knowledge base's rules: every violation has a message, and permitted exceptions have none."""
 
 from dataclasses import replace
 
@@ -36,23 +36,23 @@ def assert_problem(message, *entries):
     assert any(message in each for each in found), found
 
 
-def test_two_good_entries_have_no_problem():
+def test_valid_entries_have_no_problem():
     assert problems_of(TOY, OTHER) == []
 
 
-def test_an_entry_without_an_official_source_is_refused():
+def test_entry_without_an_official_source_is_a_problem():
     thread = (Reference("forum", "https://discuss.huggingface.co/t/1", "a post"),)
     assert_problem("nothing shows that this is an official model", replace(TOY, references=thread))
     assert problems_of(replace(TOY, references=thread, official="https://arxiv.org/abs/2401.00001")) == []
 
 
-def test_hearsay_is_not_definitive():
+def test_secondary_evidence_is_not_definitive():
     weak = replace(TOY, evidence_kind="secondary")
     assert_problem("evidence of kind 'secondary' cannot be definitive", weak)
     assert problems_of(replace(weak, tier="inferred")) == []
 
 
-def test_a_second_entry_for_a_model_is_refused_unless_the_conflict_is_declared_in_both():
+def test_second_entry_for_a_model_needs_a_conflict_declared_in_both():
     second = replace(OTHER, model_ids=("toys/TOY-1b",))
     assert_problem("toys/toy-1b stands in entry 'toy' (toy.toml) already. One entry per model", TOY, second)
     half = replace(second, conflict_with="toy")
@@ -62,7 +62,7 @@ def test_a_second_entry_for_a_model_is_refused_unless_the_conflict_is_declared_i
     assert problems_of(replace(TOY, conflict_with="other"), half) == []
 
 
-def test_a_second_entry_of_a_family_with_the_same_precision_needs_a_reason():
+def test_second_entry_of_equal_family_and_precision_needs_a_reason():
     second = replace(OTHER, family="Toy")
     assert_problem(
         "has entry 'toy' with the same precision, bf16_mixed. Join them, or say in `reason` why", TOY, second
@@ -71,14 +71,14 @@ def test_a_second_entry_of_a_family_with_the_same_precision_needs_a_reason():
     assert problems_of(TOY, replace(second, train_precision="fp32")) == []
 
 
-def test_a_glob_that_swallows_another_entry_is_refused():
+def test_glob_that_matches_another_entry_is_a_problem():
     wide = replace(OTHER, model_ids=("toys/toy-*",))
     assert_problem("the glob 'toys/toy-*' swallows 'toys/toy-1b' of entry 'toy' (toy.toml); narrow the glob", wide, TOY)
     assert_problem("the glob 'toys/toy-*' swallows 'toys/toy-1b' of entry 'toy' (toy.toml); narrow the glob", TOY, wide)
     assert problems_of(TOY, replace(wide, except_ids=("toys/toy-1b",))) == []
 
 
-def test_a_glob_that_swallows_a_narrower_glob_is_refused():
+def test_glob_that_covers_a_narrower_glob_is_a_problem():
     narrow = replace(TOY, model_ids=("toys/toy-small-*",))
     assert_problem("swallows 'toys/toy-small-*'", narrow, replace(OTHER, model_ids=("toys/toy-*",)))
 
@@ -103,15 +103,15 @@ def test_a_glob_that_swallows_a_narrower_glob_is_refused():
     ],
     ids=str,
 )
-def test_what_an_entry_says_of_itself_must_hang_together(change, message):
+def test_inconsistent_fields_are_a_problem(change, message):
     assert_problem(message, replace(TOY, **change))
 
 
-def test_two_entries_of_one_id_are_refused():
+def test_duplicate_ids_are_a_problem():
     assert_problem("an entry of this id stands in toy.toml already", TOY, replace(OTHER, id="toy"))
 
 
-def test_a_report_must_name_an_entry_that_exists():
+def test_report_must_name_an_existing_entry():
     report = FailureReport(
         "r", "failure", "https://x.y/z", "x#1", "toy", "bf16", "fp16", ("fp16",), "NaN", entries=("tay",)
     )
@@ -151,11 +151,11 @@ def test_validate_reports_every_broken_file_at_once(overlay):
     ],
     ids=str,
 )
-def test_a_file_of_the_wrong_form_is_reported(overlay, text, family, message):
+def test_malformed_file_is_reported(overlay, text, family, message):
     found = validate(overlay(text, family=family), under=load(None))
     assert any(message in each for each in found), found
 
 
-def test_an_overlay_may_contradict_the_package_from_its_side_only(overlay):
+def test_overlay_may_declare_a_conflict_one_sidedly(overlay):
     text = ENTRY.replace("toys/toy-1b", "google/flan-t5-xxl").replace("year", 'conflict_with = "flan-t5"\nyear', 1)
     assert validate(overlay(text), under=load(None)) == []

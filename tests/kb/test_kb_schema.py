@@ -1,4 +1,4 @@
-"""The schema's checker against the jsonschema library, and its messages."""
+"""The schema checker: agrees with the jsonschema library, and gives messages."""
 
 import copy
 import tomllib
@@ -22,12 +22,12 @@ def accepted_by_jsonschema(value, kind):
     return jsonschema.Draft202012Validator(rule).is_valid(value)
 
 
-def test_the_schema_is_a_schema():
+def test_schema_is_valid():
     jsonschema.Draft202012Validator.check_schema(schema())
 
 
 @for_each("data", FILES, ids=lambda data: data.get("family", "failures"))
-def test_jsonschema_accepts_every_file_of_the_package(data):
+def test_package_files_satisfy_jsonschema(data):
     jsonschema.Draft202012Validator(schema()).validate(data)
 
 
@@ -44,7 +44,7 @@ values = st.recursive(
 
 
 @given(st.sampled_from(TABLES), st.data())
-def test_it_accepts_and_refuses_what_jsonschema_does(table, data):
+def test_checker_agrees_with_jsonschema(table, data):
     kind, value = table
     changed = copy.deepcopy(value)
     field = data.draw(st.sampled_from([*schema()["$defs"][kind]["properties"], "off_topic"]))
@@ -112,12 +112,12 @@ REFERENCE = GOOD["references"][0]
     ],
     ids=str,
 )
-def test_a_violation_says_what_to_write_instead(change, message):
+def test_violations_say_what_to_write_instead(change, message):
     changed = {name: value for name, value in {**GOOD, **change}.items() if value is not None}
     found = list(problems(changed, "entry"))
     assert any(message in each for each in found), found
     assert not accepted_by_jsonschema(changed, "entry")
 
 
-def test_a_good_entry_has_no_problem():
+def test_valid_entry_has_no_problem():
     assert list(problems(GOOD, "entry")) == []

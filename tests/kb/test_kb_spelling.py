@@ -1,4 +1,4 @@
-"""Names as people write and derive them, written down after the code: it found 96 of the 100 entries at once."""
+"""Common spellings and derived names, collected after the code was written: 96 of the 100 were right at once."""
 
 import pytest
 
@@ -113,12 +113,12 @@ WRITTEN = [
 
 
 @for_each("name, how, entries", WRITTEN)
-def test_names_as_they_are_written(name, how, entries):
+def test_names_in_common_and_derived_spellings(name, how, entries):
     answer = lookup(name, overlay=None)
     assert (answer.how, tuple(entry.id for entry in answer.entries)) == (how, entries)
 
 
-def test_there_are_100():
+def test_100_names_are_tested():
     assert len({name for name, _, _ in WRITTEN}) == 100
 
 
@@ -131,11 +131,11 @@ def test_there_are_100():
         "somebody/whisper-small", "bert-base-japanese", "t5-base-japanese", "gpt2-chinese-cluecorpussmall",
     ],
 )  # fmt: skip
-def test_other_models_are_not_taken_for_those(name):
+def test_names_of_other_models_are_unknown(name):
     assert not lookup(name, overlay=None).known
 
 
-def test_what_a_derived_name_is_told():
+def test_verdict_for_a_derived_name_is_its_base_models():
     verdict = check("meta-llama/Llama-2-7b-chat-hf", "fp16", overlay=None)
     assert (verdict.verdict, verdict.answer.tier) == ("risky", "inferred")
     assert verdict.answer.bases == ("meta-llama/Llama-2-7b-hf",)
@@ -161,7 +161,7 @@ def test_reports_are_found_without_the_organisation(name, report):
     assert verdict.verdict == "risky"
 
 
-def test_a_small_difference_is_shown_and_changes_no_verdict():
+def test_difference_report_is_shown_without_changing_the_verdict():
     verdict = check("meta-llama/Llama-2-7b-hf", "bf16", overlay=None)
     assert verdict.safe
     (report,) = verdict.failures
@@ -170,6 +170,6 @@ def test_a_small_difference_is_shown_and_changes_no_verdict():
 
 
 @pytest.mark.parametrize("length", [10, 10_000])
-def test_a_long_name_is_taken_apart_in_one_pass(length):
+def test_long_names_are_parsed_in_linear_time(length):
     for part in ("1", "a1", "1.", "1x", "-q4", "8x7"):
         assert spelling(part * length).sizes == ()

@@ -1,4 +1,4 @@
-"""What is printed: nothing in an entry can steer a terminal, and everything of an entry is there."""
+"""Printed text: no control characters reach the terminal, and every part of an entry is printed."""
 
 from dataclasses import replace
 
@@ -25,14 +25,14 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=ascii)
-def test_hostile_text_is_written_out(text):
+def test_control_characters_are_escaped(text):
     shown = printable(text)
     assert shown.isprintable()
     assert "\\" in shown
 
 
 @given(st.text())
-def test_what_is_printed_is_printable_and_says_the_same(text):
+def test_printable_is_idempotent_and_keeps_printable_text(text):
     shown = printable(text)
     assert not any(ord(character) < 32 or 127 <= ord(character) < 160 for character in shown)
     shown.encode("utf-8")
@@ -42,7 +42,7 @@ def test_what_is_printed_is_printable_and_says_the_same(text):
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=ascii)
-def test_a_hostile_entry_prints_as_text(base, text):
+def test_control_characters_in_entries_are_escaped(base, text):
     entry = next(entry for entry in base.entries if entry.id == "flan-t5")
     report = next(report for report in base.failures if "flan-t5" in report.entries)
     bad = replace(
@@ -67,7 +67,7 @@ def test_a_hostile_entry_prints_as_text(base, text):
         assert not any(line.startswith("safe") for line in shown.split("\n"))
 
 
-def test_an_entry_is_shown_whole(base):
+def test_described_entry_is_complete(base):
     for entry in base.entries:
         shown = describe_entry(entry)
         for wanted in (entry.paraphrase, entry.tier, *entry.model_ids, *entry.aliases, *entry.higher_precision_parts):
@@ -79,7 +79,7 @@ def test_an_entry_is_shown_whole(base):
         assert shown.count("(id unconfirmed)") == len(entry.model_ids) - len(entry.id_confirmed)
 
 
-def test_a_verdict_names_what_it_rests_on(base):
+def test_described_verdict_names_its_references(base):
     shown = describe_verdict(judge(base, "google/flan-t5-xxl", "fp16"), ["measure it"])
     lines = shown.split("\n")
     assert lines[0] == "risky: google/flan-t5-xxl in fp16"
@@ -90,14 +90,14 @@ def test_a_verdict_names_what_it_rests_on(base):
     assert lines[-1] == "  measure it"
 
 
-def test_a_conflict_says_so_and_shows_both(base):
+def test_described_conflict_shows_both_entries(base):
     shown = describe_answer(find(base, "google/pegasus-xsum"))
     assert "the entries conflict" in shown
     assert "\npegasus-large\n" in shown
     assert "\npegasus-wiki\n" in shown
 
 
-def test_a_stored_type_is_called_no_evidence(base, tmp_path):
+def test_stored_dtype_is_described_as_no_evidence(base, tmp_path):
     (tmp_path / "config.json").write_text('{"torch_dtype": "float16"}')
     shown = describe_verdict(judge(base, str(tmp_path), "fp16"))
     assert "stored as float16, says config.json; that is no evidence" in shown

@@ -1,4 +1,4 @@
-"""The verdicts, on the models that the knowledge base was asked for, and as a function of their reasons."""
+"""Verdicts for models that users asked about, and how verdicts follow from reasons."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def verdict(model, use):
     return kb.check(model, use=use, overlay=None)
 
 
-def test_flan_t5_is_risky_in_fp16_with_references_reports_and_what_to_keep():
+def test_flan_t5_is_risky_in_fp16():
     found = verdict("google/flan-t5-xxl", "fp16")
     assert not found
     assert found.verdict == "risky"
@@ -31,7 +31,7 @@ def test_flan_t5_is_safe_in_bf16():
     assert found.next_steps == ()
 
 
-def test_llama_2_is_risky_in_fp16_although_it_is_stored_in_it():
+def test_llama_2_is_risky_in_fp16_despite_its_stored_dtype():
     found = verdict("meta-llama/Llama-2-7b-hf", "fp16")
     assert found.verdict == "risky"
     assert found.reasons[0].train_precision == "bf16_mixed"
@@ -51,7 +51,7 @@ def test_blip_2_is_answered_by_part(use, vision, language, whole):
     assert found.verdict == whole
 
 
-def test_an_unknown_model_says_so_and_what_to_do():
+def test_unknown_model_suggests_next_steps():
     found = verdict("foo/bar", "fp16")
     assert found.verdict == "unknown"
     assert not found
@@ -63,11 +63,11 @@ def test_an_unknown_model_says_so_and_what_to_do():
 @pytest.mark.parametrize(
     ("model", "use", "expected"),
     [
-        ("facebook/galactica-6.7b", "fp16", "safe"),  # the authors measured it
-        ("bigcode/santacoder", "fp16", "risky"),  # trained in fp16, and fine-tuning in it fails
-        ("Efficient-Large-Model/Sana_1600M_1024px", "bf16", "risky"),  # the reverse case
-        ("bigscience/bloom", "fp16", "risky"),  # one family, two precisions
-        ("bigscience/bloom-560m", "fp16", "unknown"),  # trained in fp16, and a failure in it is reported
+        ("facebook/galactica-6.7b", "fp16", "safe"),  # measured by the authors
+        ("bigcode/santacoder", "fp16", "risky"),  # trained in fp16, but fine-tuning in it fails
+        ("Efficient-Large-Model/Sana_1600M_1024px", "bf16", "risky"),  # an fp16-trained model that fails in bf16
+        ("bigscience/bloom", "fp16", "risky"),  # one family with two precisions
+        ("bigscience/bloom-560m", "fp16", "unknown"),  # trained in fp16, with a reported failure in it
         ("facebook/esm2_t6_8M_UR50D", "fp16", "unknown"),
         ("facebook/opt-1.3b", "fp16", "unknown"),
         ("EleutherAI/gpt-neox-20b", "fp16", "unknown"),
@@ -84,11 +84,11 @@ def test_an_unknown_model_says_so_and_what_to_do():
         ("cerebras/btlm-3b-8k-base", "bf16", "safe"),
     ],
 )
-def test_cases_that_a_rule_by_architecture_or_by_storage_would_get_wrong(model, use, expected):
+def test_models_that_architecture_or_storage_rules_get_wrong(model, use, expected):
     assert verdict(model, use).verdict == expected
 
 
-def test_the_verdict_is_the_more_careful_of_its_reasons(base):
+def test_verdict_is_the_most_careful_of_its_reasons(base):
     order = ["safe", "unknown", "risky"]
     for entry in base.entries:
         for use in uses():
@@ -98,20 +98,20 @@ def test_the_verdict_is_the_more_careful_of_its_reasons(base):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_torch_dtype_is_a_use(dtype):
+def test_torch_dtypes_are_uses(dtype):
     expected = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     assert normal_use(dtype) == normal_use(str(dtype).removeprefix("torch.")) == expected
 
 
 @pytest.mark.parametrize("use", ["bf61", "", "fp64", "int4", "\x1b[31m"])
-def test_an_unknown_use_is_an_error_that_lists_the_known_ones(use):
+def test_unknown_use_raises_with_the_known_ones(use):
     with pytest.raises(
         KnowledgeBaseError, match=r"unknown type to run a model in .*Known: bf16, fp16, fp32, fp8, int8"
     ):
         verdict("google/flan-t5-xxl", use)
 
 
-def test_the_public_names_are_reached_from_halfstep():
+def test_public_names_are_reached_from_halfstep():
     import halfstep
 
     assert halfstep.kb.check is kb.check

@@ -1,4 +1,4 @@
-"""A small entry that keeps every rule, for tests to break."""
+"""A small valid entry for tests to modify."""
 
 ENTRY = """
 [[entry]]

@@ -28,7 +28,7 @@ ENVIRONMENT = {"halfstep": "0.1.0", "torch": "2.13.0+cpu", "cpu": "Some Processo
 
 @dataclass(frozen=True)
 class Run:
-    """What one recipe does: its final loss over fp32's, its speed, its scale, and how it ends."""
+    """One recipe's run: its final loss relative to fp32's, step time, loss scale, overflows and how it ends."""
 
     excess: float = 0.0
     milliseconds: float = 100.0
@@ -57,7 +57,7 @@ def usual_experiment(recipes=tuple(USUAL), steps=500, **fields):
 
 
 def write(path: Path, runs=USUAL, experiment=None, environment=ENVIRONMENT, facts=FACTS) -> RunFolder:
-    """A run folder; `runs` says what each recipe does, or each (recipe, seed)."""
+    """A run folder; `runs` gives the Run of each recipe, or of each (recipe, seed)."""
     experiment = experiment or usual_experiment(dict.fromkeys(k if isinstance(k, str) else k[0] for k in runs))
     folder = RunFolder.create(path, experiment, "0" * 64, environment, facts)
     for recipe, seed in experiment.runs():
@@ -75,7 +75,7 @@ def write_run(folder: RunFolder, recipe: str, seed: int, content) -> None:
 
 
 def rows(experiment: Experiment, recipe: str, seed: int, run: Run) -> list[dict]:
-    """The rows of one run. What a seed draws is the same for every recipe, as the batches are."""
+    """The rows of one run. The seed's part of the noise is common to all recipes, as the batches are."""
     noise = random.Random(seed)
     own = random.Random(f"{recipe}-{seed}")
     offset = 1 + 0.004 * (noise.random() - 0.5)
@@ -131,7 +131,7 @@ def validation(step: int, loss: float) -> dict:
 
 
 def statistics_row(step: int, scale: float, progress: float, activations=None) -> dict:
-    """Plausible exponents: gradients of activations far below those of weights, both sinking as training goes on."""
+    """Plausible exponents: activation gradients far smaller than weight gradients, both shrinking over training."""
     shift = round(math.log2(scale))
     return {
         "kind": "statistics",
@@ -158,7 +158,7 @@ def statistics_row(step: int, scale: float, progress: float, activations=None) -
 
 
 def bell(centre: float, width: float, total: int, zeros: int = 0, nonfinite: int = 0) -> dict:
-    """A histogram of exponents, with a long tail to the left as gradients have."""
+    """A bell-shaped histogram of exponents with a long left tail, as gradients have."""
     weights = {}
     for e in range(math.floor(centre - 9 * width), math.ceil(centre + 4 * width)):
         side = width * (1.7 if e < centre else 1.0)
@@ -174,12 +174,12 @@ def uniform(low: int, high: int, each: int = 1000) -> dict:
 
 
 def edited(path: Path, **fields) -> None:
-    """Change fields of a JSON file's `experiment`, as a hostile hand would."""
+    """Change fields of a JSON file's `experiment`, as tampering would."""
     data = json.loads(path.read_text())
     data["experiment"].update(fields)
     path.write_text(json.dumps(data))
 
 
 def changed(recipe: str, **fields) -> dict:
-    """The usual runs, one of them changed."""
+    """The usual runs with one of them changed."""
     return {**USUAL, recipe: replace(USUAL[recipe], **fields)}

@@ -1,4 +1,4 @@
-"""The lab's BERT is transformers'; and a batch of its task masks what it says."""
+"""The lab's BERT equals transformers', and its task masks batches as BERT does."""
 
 import json
 
@@ -20,7 +20,7 @@ def renamed(name):
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("tied", [False, True])
-def test_it_equals_transformers_from_the_same_weights(tied):
+def test_equals_transformers_with_the_same_weights(tied):
     torch.manual_seed(0)
     model = BERT(64, 32, layers=2, width=48, heads=3, tied=tied)
     theirs = BertForMaskedLM(
@@ -39,7 +39,7 @@ def test_it_equals_transformers_from_the_same_weights(tied):
         )
     )
     with torch.no_grad():
-        for parameter in model.parameters():  # larger than at the start, so that every part matters
+        for parameter in model.parameters():  # larger than at initialization, so that every part matters
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 2 else 1.0))
     state = {renamed(name): value for name, value in model.state_dict().items()}
     theirs.load_state_dict({**state, "cls.predictions.bias": state["cls.predictions.decoder.bias"]})
@@ -54,7 +54,7 @@ def test_it_equals_transformers_from_the_same_weights(tied):
     assert own | {"cls.predictions.bias"} == set(others)
     for name, parameter in model.named_parameters():
         other = others[renamed(name)]
-        # A key's bias moves all logits of a row alike: its gradient is rounding error, and zero but for that.
+        # A key's bias shifts all logits of a row equally, so its gradient is zero up to rounding errors.
         scale = float(others[renamed(name.replace("key.bias", "query.bias"))].grad.abs().max())
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5 * scale, msg=name)
 
@@ -66,7 +66,7 @@ def corpus(tmp_path_factory):
     return path
 
 
-def test_a_batch_masks_fifteen_percent_as_bert_does(corpus):
+def test_batches_mask_15_percent_as_bert_does(corpus):
     task = MaskedLanguageModelling(load_corpus(str(corpus), 40), 2000, 40)
     batch = task.batch(0, 1)
     tokens, targets = batch["tokens"], batch["targets"]
@@ -85,7 +85,7 @@ def test_a_batch_masks_fifteen_percent_as_bert_does(corpus):
     assert len(others.unique()) > 200  # random bytes, not bytes of the text
 
 
-def test_the_loss_is_over_the_chosen_places_alone(corpus):
+def test_loss_is_over_masked_positions_only(corpus):
     task = MaskedLanguageModelling(load_corpus(str(corpus), 16), 4, 16)
     batch = task.batch(0, 1)
     logits = torch.randn(4, 16, 257, requires_grad=True)
@@ -98,7 +98,7 @@ def test_the_loss_is_over_the_chosen_places_alone(corpus):
     assert float(task.loss(lambda tokens: logits, batch)) == pytest.approx(-sum(picked) / len(picked), rel=1e-5)
 
 
-def test_what_cannot_be_masked_or_is_no_logits_is_refused(corpus):
+def test_short_contexts_and_wrong_logits_raise(corpus):
     with pytest.raises(DataError, match=r"context = 3 given; 15% of it is less than one position"):
         MaskedLanguageModelling(load_corpus(str(corpus), 3), 2, 3)
     task = MaskedLanguageModelling(load_corpus(str(corpus), 16), 4, 16)
@@ -106,8 +106,8 @@ def test_what_cannot_be_masked_or_is_no_logits_is_refused(corpus):
         task.loss(lambda tokens: torch.zeros(4, 16, 256), task.batch(0, 1))
 
 
-@pytest.mark.slow  # as lab/test_llama.py; the task trains in conformance/test_every_task.py
-def test_it_is_compared_by_name(corpus, run, tmp_path, monkeypatch, unrendered):
+@pytest.mark.slow  # like lab/test_llama.py; conformance/test_every_task.py trains the task
+def test_mlm_task_in_halfstep_compare(corpus, run, tmp_path, monkeypatch, unrendered):
     monkeypatch.chdir(tmp_path)
     options = ["--data", str(corpus), "--steps", "3", "--batch", "2", "--context", "16", "--baseline-seeds", "1"]
     code, out, _ = run("compare", "--task", "mlm", "--recipes", "fp32,fp8-cscale", *options, "--out", "x", "--json")

@@ -1,4 +1,4 @@
-"""What moved before a spike: planted causes are named, and noise is not."""
+"""Causes of loss spikes: planted causes are named, and noise is not."""
 
 import json
 import random
@@ -17,7 +17,7 @@ TENSORS = ("input of a", "weight of a", "input of b", "weight of b")
 
 
 def rows(steps=100, plant=None, seed=0):
-    """Rows of quiet tensors; `plant` maps (measure, tensor, step) to a value."""
+    """Rows of tensors without spikes; `plant` maps (measure, tensor, step) to a value."""
     noise, made = random.Random(seed), []
     for step in range(1, steps + 1):
         row = {
@@ -34,7 +34,7 @@ def rows(steps=100, plant=None, seed=0):
     return made
 
 
-def test_what_moved_first_comes_first():
+def test_causes_are_ordered_by_step():
     plant = {
         ("amaxes", "input of b", 80): 64.0,
         ("saturated", "input of b", 80): 0.5,
@@ -53,30 +53,30 @@ def test_what_moved_first_comes_first():
     assert not moved(rows(plant=plant), 86)
 
 
-def test_within_a_step_the_passes_order_decides_and_the_update_comes_last():
+def test_causes_within_a_step_follow_the_pass_order():
     plant = {("amaxes", "input of b", 80): 64.0, ("amaxes", "weight of a", 80): 64.0}
     plant |= {("updates", "weight of a", 80): 1.0}
     assert [one.tensor for one in moved(rows(plant=plant), 81)] == ["weight of a", "input of b", "weight of a"]
-    # The update of the spike's own step came after its loss.
+    # A step's update comes after its loss.
     assert [one.measure for one in moved(rows(plant=plant), 80)] == ["amaxes", "amaxes"]
 
 
-def test_noise_names_nothing():
-    """The negative control: quiet runs with other seeds, at every step."""
+def test_noise_has_no_causes():
+    """Negative control: runs without spikes, for several seeds and steps."""
     for seed in range(5):
         quiet = rows(seed=seed)
         assert not [one for step in range(25, 101, 5) for one in moved(quiet, step)]
     assert not moved([], 10)
-    assert not moved(rows(steps=15, plant={("amaxes", "input of a", 15): 1e9}), 15)  # too short a past
+    assert not moved(rows(steps=15, plant={("amaxes", "input of a", 15): 1e9}), 15)  # too short a history
 
 
-def test_what_is_not_finite_has_moved_and_a_small_share_has_not():
+def test_nonfinite_amax_is_a_cause_but_a_small_share_is_not():
     found = moved(rows(plant={("amaxes", "input of a", 90): None}), 90)
     assert found == [Moved(90, "input of a", "amaxes", float("inf"))]
     assert not moved(rows(plant={("saturated", "input of a", 90): 0.009}), 90)
 
 
-def test_spikes_of_a_sweep_are_given_their_causes_and_quiet_steps_count_for_chance(tmp_path):
+def test_causes_of_spikes_in_a_sweep_with_their_chance_rate(tmp_path):
     folder = SweepFolder(tmp_path / "swept")
     folder.write(Sweep(Experiment(recipes=("fp32", "fp8-current"), seeds=1, baseline_seeds=1), {"lr": (1.0,)}))
     noise = random.Random(0)
@@ -98,13 +98,13 @@ def test_spikes_of_a_sweep_are_given_their_causes_and_quiet_steps_count_for_chan
     (spike,), quiet = causes(folder.path)
     assert (spike.recipe, spike.step) == ("fp8-current", 80)
     assert [(one.step, one.tensor, one.measure) for one in spike.moved] == [(79, "input of b", "amaxes")]
-    # Windows of 6 steps from 26 on; one of them is the spike's.
+    # Windows of 6 steps, from step 26; one holds the spike.
     assert {recipe: (hits["hits"], hits["runs"]) for recipe, hits in quiet.items()} == {
         "fp32": (0, 13),
         "fp8-current": (0, 12),
     }
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written if row.get("step") != 50))
-    assert causes(folder.path)[0]  # a step that no row has is none
+    assert causes(folder.path)[0]  # a step without a row is skipped
     kept = [row for row in written if (row["kind"], row["step"]) != ("tensors", 50)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
     with pytest.raises(RunError, match=r"lr-1, fp8-current, seed 0 has no tensors at each step: --grid tensors=STEPS"):
@@ -114,7 +114,7 @@ def test_spikes_of_a_sweep_are_given_their_causes_and_quiet_steps_count_for_chan
 FIELDS = {"seeds": 1, "baseline_seeds": 1, "batch": 2, "context": 16, "warmup": 1, "statistics": 1, "validations": 1}
 
 
-def test_tensors_are_written_down_where_they_are_wanted_and_change_no_number(tmp_path):
+def test_recording_tensors_changes_no_loss(tmp_path):
     (tmp_path / "text.txt").write_text("some text to learn from\n" * 400)
     fields = {**FIELDS, "data": str(tmp_path / "text.txt"), "model": "gpt-nano", "recipes": ("fp8-delayed-megatron",)}
     rows = {}
@@ -133,12 +133,12 @@ def test_tensors_are_written_down_where_they_are_wanted_and_change_no_number(tmp
     assert not [row for row in rows[0] if row["kind"] == "tensors"]
     assert written[0]["amaxes"].keys() > written[0]["saturated"].keys()
     assert "input of blocks.0.attention.qkv" in written[0]["saturated"]
-    assert "weight of head" not in written[0]["saturated"]  # it is kept
+    assert "weight of head" not in written[0]["saturated"]  # kept unrounded
     with pytest.raises(RunError, match="tensors = -1 given; expected 0"):
         Experiment(recipes=("fp32",), tensors=-1)
 
 
-def test_an_update_is_relative_to_its_weight(tmp_path):
+def test_recorded_updates_are_relative_to_the_weight(tmp_path):
     (tmp_path / "text.txt").write_text("some text to learn from\n" * 400)
     fields = {**FIELDS, "data": str(tmp_path / "text.txt"), "model": "gpt-nano", "recipes": ("fp32",)}
     opened = open_experiment(Experiment(steps=1, tensors=1, checkpoints=1, **fields), tmp_path / "run", False)

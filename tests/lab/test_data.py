@@ -1,4 +1,4 @@
-"""The corpus, the batches and the models: what they are made of, and what is refused."""
+"""The corpus, batches, models and experiments: contents, and rejected inputs."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ LINE = b"the quick brown fox jumps over the lazy dog\n"
 
 
 @pytest.mark.slow
-def test_the_standard_library_is_megabytes_of_text_the_same_each_time():
+def test_standard_library_corpus_is_large_and_reproducible():
     corpus = load_corpus(None, 64)
     assert len(corpus.train) > 3_000_000
     assert 0.01 < len(corpus.held_out) / len(corpus.train) < 0.2
@@ -25,14 +25,14 @@ def test_the_standard_library_is_megabytes_of_text_the_same_each_time():
     assert corpus.digest == load_corpus(None, 64).digest
 
 
-def test_a_file_a_folder_and_a_glob(tmp_path):
+def test_corpus_of_a_file_folder_or_glob(tmp_path):
     for i in range(40):
         (tmp_path / f"{i:02}.txt").write_bytes(LINE * (i + 1))
     one = load_corpus(str(tmp_path / "39.txt"), 16)
     assert bytes(one.train.tolist()) + bytes(one.held_out.tolist()) == LINE * 40
     folder, pattern = load_corpus(str(tmp_path), 16), load_corpus(str(tmp_path / "*.txt"), 16)
     assert folder.digest == pattern.digest != one.digest
-    assert bytes(folder.held_out.tolist()) == LINE * 20 + b"\n" + LINE * 40  # every twentieth document, whole
+    assert bytes(folder.held_out.tolist()) == LINE * 20 + b"\n" + LINE * 40  # every twentieth document
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_file_a_folder_and_a_glob(tmp_path):
         (LINE * 100 + b"\0" + LINE, r"is binary \(it holds a zero byte at 4400\)"),
     ],
 )
-def test_files_that_are_no_text_are_refused(tmp_path, content, message):
+def test_empty_short_or_binary_files_raise(tmp_path, content, message):
     path = tmp_path / "data.txt"
     path.write_bytes(content)
     with pytest.raises(DataError, match=message):
@@ -53,14 +53,14 @@ def test_files_that_are_no_text_are_refused(tmp_path, content, message):
     assert path.read_bytes() == content
 
 
-def test_missing_data_is_refused(tmp_path):
+def test_missing_data_raises(tmp_path):
     with pytest.raises(DataError, match="no such file or folder, and no file matches"):
         load_corpus(str(tmp_path / "nothing"), 16)
     with pytest.raises(DataError, match="the folder holds no files"):
         load_corpus(str(tmp_path), 16)
 
 
-def test_batches_depend_on_seed_and_step_alone_and_targets_are_the_next_bytes(tmp_path):
+def test_lm_batches_depend_only_on_seed_and_step(tmp_path):
     path = tmp_path / "data.txt"
     path.write_bytes(LINE * 200)
     task = LanguageModelling(load_corpus(str(path), 16), 4, 16, validation_batches=2)
@@ -91,7 +91,7 @@ def empty():
 """
 
 
-def test_a_users_model_is_built_from_the_working_folder_with_the_seeds_weights(tmp_path, monkeypatch):
+def test_user_model_is_built_with_the_seeds_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "users_models.py").write_text(MODELS)
     first, other = (build_model("users_models:good", {}, seed) for seed in (0, 1))
@@ -108,7 +108,7 @@ def test_a_users_model_is_built_from_the_working_folder_with_the_seeds_weights(t
             build_model(f"users_models:{function}", {}, 0)
 
 
-def test_unknown_models_and_modules_are_refused():
+def test_unknown_models_and_modules_raise():
     with pytest.raises(ModelError, match=r"unknown model 'gpt-tin'; nearest: gpt-tiny.*module:function"):
         build_model("gpt-tin", {"gpt-tiny": nn.Identity}, 0)
     with pytest.raises(ModelError, match=r"no_such_module: cannot be imported \(ModuleNotFoundError"):
@@ -132,12 +132,12 @@ def test_gpt_small_has_ten_million_parameters():
         ({"recipes": ("fp32", "fp32")}, "named twice"),
     ],
 )
-def test_experiments_that_mean_nothing_are_refused(changes, message):
+def test_invalid_experiments_raise(changes, message):
     with pytest.raises(RunError, match=message):
         Experiment(**{"recipes": ("fp32",), **changes})
 
 
-def test_the_schedule_warms_up_then_falls_and_is_never_zero():
+def test_schedule_warms_up_then_decays_above_zero():
     experiment = Experiment(recipes=("fp32",), steps=100, warmup=10, lr=1.0)
     rates = [experiment.learning_rate(step) for step in range(1, 101)]
     assert rates[0] == pytest.approx(0.1)
@@ -148,13 +148,13 @@ def test_the_schedule_warms_up_then_falls_and_is_never_zero():
 
 @pytest.mark.parametrize("steps", [1, 7, 100])
 @pytest.mark.parametrize("times", [1, 3, 10])
-def test_what_is_due_is_due_that_often_and_after_the_last_step(steps, times):
+def test_due_steps_have_the_given_count_and_include_the_last(steps, times):
     experiment = Experiment(recipes=("fp32",), steps=steps)
     due = [step for step in range(1, steps + 1) if experiment.due(step, times)]
     assert len(due) == min(times, steps)
     assert due[-1] == steps
 
 
-def test_runs_go_seed_by_seed_with_more_seeds_for_the_baseline():
+def test_runs_are_ordered_by_seed_with_more_baseline_seeds():
     runs = Experiment(recipes=("fp32", "bf16-mixed"), seeds=1, baseline_seeds=3).runs()
     assert runs == [("fp32", 0), ("bf16-mixed", 0), ("fp32", 1), ("fp32", 2)]

@@ -1,4 +1,4 @@
-"""An experiment's optimizer and learning rates: what they change, and what they leave as it was."""
+"""An experiment's optimizer and learning rates, and that older experiments keep their keys."""
 
 import json
 import re
@@ -33,8 +33,8 @@ def rows(comparison, recipe):
     return [{k: v for k, v in row.items() if k not in TIMINGS} for row in found]
 
 
-def test_older_experiments_keep_their_names():
-    """The figures are those of the code before there were optimizers and learning rates to choose."""
+def test_older_experiments_keep_their_keys():
+    """The keys were computed before experiments had optimizers and learning rates per recipe."""
     assert Experiment(recipes=("fp32", "bf16-mixed")).key("digest", [1, 2]) == "bb22ee6aab3aca67"
     assert Experiment(recipes=("fp32",), task="vision", lr=0.5).key() == "b8a052dcfcb11424"
     assert not {"optimizer", "recipe_lr"} & Experiment(recipes=("fp32",)).to_dict().keys()
@@ -43,7 +43,7 @@ def test_older_experiments_keep_their_names():
     assert other.to_dict()["recipe_lr"] == {"fp32": 0.1}
 
 
-def test_a_recipe_alone_has_its_own_learning_rate_and_key():
+def test_alone_has_the_recipes_learning_rate_and_key():
     together = Experiment(recipes=("fp32", "fp16-mixed"), recipe_lr={"fp16-mixed": 0.02})
     assert together.alone("fp16-mixed").learning_rate(30) == 0.02
     assert together.alone("fp32").learning_rate(30) == 1e-3
@@ -63,7 +63,7 @@ def test_a_recipe_alone_has_its_own_learning_rate_and_key():
         ("lamb", Lamb, {"betas": (0.8, 0.9), "weight_decay": 0.1}),
     ],
 )
-def test_every_optimizer_is_built_of_the_experiments_fields(name, kind, expected):
+def test_optimizers_are_built_from_the_experiments_fields(name, kind, expected):
     model = nn.Linear(3, 2)
     optimizer = build_optimizer(Experiment(recipes=("fp32",), optimizer=name, betas=(0.8, 0.9), lr=0.5), model)
     assert type(optimizer) is kind
@@ -86,7 +86,7 @@ def test_every_optimizer_trains_and_resumes(name, given, tmp_path):
         open_experiment(replace(experiment, optimizer="other"), tmp_path / "run", resume=True)
 
 
-def test_optimizers_differ_and_sgd_is_torchs(given, tmp_path):
+def test_optimizers_differ_and_sgd_equals_torch(given, tmp_path):
     final = {}
     for name in sorted(update_rules()):
         experiment = Experiment(recipes=("fp32",), optimizer=name, lr=0.03, clip=1e9, **given)
@@ -109,7 +109,7 @@ def test_optimizers_differ_and_sgd_is_torchs(given, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_recipe_trains_with_its_own_learning_rate(given, tmp_path):
+def test_recipe_trains_with_its_own_learning_rate(given, tmp_path):
     both = Experiment(recipes=("fp32", "bf16-mixed"), recipe_lr={"bf16-mixed": 0.5}, **given)
     comparison = open_experiment(both, tmp_path / "both", resume=False)
     comparison.run()
@@ -128,7 +128,7 @@ def test_a_recipe_trains_with_its_own_learning_rate(given, tmp_path):
         open_experiment(replace(both, recipe_lr={}), tmp_path / "both", resume=True)
 
 
-def test_a_kept_baseline_is_of_the_same_optimizer_and_its_own_learning_rate(given, tmp_path):
+def test_baseline_is_reused_only_for_equal_optimizer_and_rate(given, tmp_path):
     first = open_experiment(Experiment(recipes=("fp32",), **given), tmp_path / "one", resume=False)
     first.run()
     changes = {
@@ -152,13 +152,13 @@ def test_a_kept_baseline_is_of_the_same_optimizer_and_its_own_learning_rate(give
         ({"recipe_lr": {"fp16-mixed": 0.1}}, r"takes no part: unknown recipe 'fp16-mixed'.* Known: fp32"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(given, tmp_path, fields, message):
+def test_invalid_experiments_raise_before_writing(given, tmp_path, fields, message):
     with pytest.raises(RunError, match=message):
         open_experiment(Experiment(recipes=("fp32",), **given, **fields), tmp_path / "run", resume=False)
     assert not (tmp_path / "run").exists()
 
 
-def test_an_optimizer_that_a_recipe_cannot_take_is_refused_first(given, tmp_path):
+def test_optimizer_unsupported_by_a_recipe_raises_before_writing(given, tmp_path):
     experiment = Experiment(recipes=("fp32", "galore"), optimizer="lion", **given)
     with pytest.raises(OptimizerError, match="lion"):
         open_experiment(experiment, tmp_path / "run", resume=False)
@@ -169,7 +169,7 @@ RECIPE = 'name = "mine"\ncompute = "bf16"\n'
 
 
 @pytest.mark.slow
-def test_the_command_line_takes_both(given, run, tmp_path, unrendered):
+def test_optimizer_and_recipe_lr_options(given, run, tmp_path, unrendered):
     (tmp_path / "mine.toml").write_text(RECIPE)
     options = ["--data", "text.txt", "--model", "small_models.py:model", "--steps", "3", "--batch", "2"]
     options += ["--context", "16", "--seeds", "1", "--baseline-seeds", "1", "--optimizer", "sgd", "--lr", "0.1"]
@@ -187,14 +187,14 @@ def test_the_command_line_takes_both(given, run, tmp_path, unrendered):
     assert (code, "its optimizer is 'sgd', 'adam' was asked for" in " ".join(error.split())) == (2, True)
 
 
-def test_the_help_names_every_optimizer(run):
+def test_help_names_every_optimizer(run):
     _, out, _ = run("compare", "--help")
     assert all(re.search(rf"\b{name}\b", out) for name in update_rules())
 
 
 @pytest.mark.quick("fp32=fast", "fp32=0.1,fp32=0.2")
 @pytest.mark.parametrize("text", ["fp32", "fp32=fast", "fp32=0.1,fp32=0.2", "=0.1"])
-def test_learning_rates_that_are_none_are_refused(run, tmp_path, monkeypatch, text):
+def test_malformed_recipe_learning_rates_exit_2(run, tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
     code, _, error = run("compare", "--recipes", "fp32", "--recipe-lr", text)
     assert code == 2
@@ -202,7 +202,7 @@ def test_learning_rates_that_are_none_are_refused(run, tmp_path, monkeypatch, te
     assert "expected each recipe once with its learning rate" in " ".join(error.split())
 
 
-def test_two_learning_rates_for_one_recipe_are_refused():
+def test_two_learning_rates_for_one_recipe_raise():
     experiment = Experiment(recipes=("mine.toml",), recipe_lr={"mine.toml": 0.1, "mine": 0.2})
     with pytest.raises(RunError, match=r"recipe 'mine' was given two learning rates, 0.1 and 0.2; give one"):
         experiment.named({"mine.toml": "mine"})

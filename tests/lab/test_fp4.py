@@ -1,4 +1,4 @@
-"""The comparison of benchmarks/fp4.py: what it says of known losses, what names a run, and what its cases are."""
+"""benchmarks/fp4.py: judgements of known losses, run names, and cases."""
 
 import importlib
 import json
@@ -46,7 +46,7 @@ KNOWN = {
 }
 
 
-def test_three_seeds_are_judged_as_compare_judges_them(fp4):
+def test_cases_are_judged_as_by_compare(fp4):
     found = fp4.judged(KNOWN)
     status = {name: row["status"] for name, row in found.items() if KNOWN[name]["base"] is None}
     assert status == {
@@ -60,7 +60,7 @@ def test_three_seeds_are_judged_as_compare_judges_them(fp4):
     assert found["bad"]["to_fp32"]["gap"] == pytest.approx(0.31 / 6.0)
 
 
-def test_a_part_pays_where_the_whole_interval_says_so(fp4):
+def test_parts_are_better_or_worse_by_their_whole_interval(fp4):
     words = {name: row["to_base"]["status"] for name, row in fp4.judged(KNOWN).items() if "to_base" in row}
     assert words == {
         "bad without a part": "worse",
@@ -71,7 +71,7 @@ def test_a_part_pays_where_the_whole_interval_says_so(fp4):
 
 
 @pytest.mark.slow
-def test_the_page_and_the_pictures_show_what_was_judged(fp4, tmp_path):
+def test_page_and_figures_show_the_verdicts(fp4, tmp_path):
     model = {"layers": 4, "width": 192, "heads": 6, "parameters": 1_869_504}
     told = fp4.experiment(fp4.CASES["fp32"]).to_dict() | {"model": model}
     machine = {"cpu": "one", "torch": "2"}
