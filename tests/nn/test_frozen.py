@@ -6,10 +6,12 @@ import pytest
 import torch
 from test_paths import Lora
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import halfstep
 from families import slow_unless
 from halfstep.errors import ModelError, RecipeError
+from halfstep.nn.product import weight_of
 from halfstep.ops.part import ATTRIBUTE
 from halfstep.quant import Hadamard, get_quantizer
 from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe
@@ -229,3 +231,12 @@ def test_values_in_the_place_of_codes(name):
     halfstep.apply(model, "bf16-stochastic")
     with pytest.raises(RecipeError, match="is not quantised"):
         halfstep.dequantize_model(model)
+
+
+def test_a_decoded_weight_has_the_rows_of_its_parameter():
+    model = nn.Sequential(Conv1D(24, 8))
+    halfstep.quantize_model(model, "fp8-current", adapters=True)
+    x = torch.randn(4, 8)
+    weight = weight_of(model[0], "weight", x)
+    assert weight.rows == len(weight.operand().values) == 8
+    assert [part.operand().shape for part in weight.split(3)] == [(3, 24), (3, 24), (2, 24)]

@@ -104,9 +104,9 @@ def quantized_weight(module: Any, name: str, x: Tensor, expert: int | None = Non
 
 
 def rows_of(module: Any, name: str) -> int:
-    """The number of rows of the layer's parameter `name` (of one expert's matrix, if stored as codes)."""
+    """The number of rows of the layer's parameter `name`, or of one expert's matrix in it."""
     entry = part_of(module).stored[name]
-    return int((entry.shape if isinstance(entry, Stored) else getattr(module, name).shape)[0])
+    return entry.shape[entry.weight.transposed] if isinstance(entry, Stored) else int(getattr(module, name).shape[-2])
 
 
 @torch.no_grad()
