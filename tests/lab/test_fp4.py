@@ -89,8 +89,8 @@ def test_page_and_figures_show_the_verdicts(fp4, tmp_path):
 
 
 @pytest.mark.slow
-def test_before_a_run_has_ended_the_page_says_so(fp4, tmp_path, monkeypatch):
-    monkeypatch.setattr(fp4, "costs", dict)  # the accounts have tests of their own
+def test_page_without_finished_runs_says_so(fp4, tmp_path, monkeypatch):
+    monkeypatch.setattr(fp4, "costs", dict)  # accounts have tests of their own
     monkeypatch.setattr(fp4, "RESULTS", tmp_path)
     data = fp4.results(tmp_path / "nowhere")
     page = fp4.page(data)
@@ -100,7 +100,7 @@ def test_before_a_run_has_ended_the_page_says_so(fp4, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_runs_that_were_kept_count_until_their_case_has_other_numbers(fp4, tmp_path, monkeypatch):
+def test_saved_runs_count_until_their_case_changes(fp4, tmp_path, monkeypatch):
     monkeypatch.setattr(fp4, "costs", dict)
     monkeypatch.setattr(fp4, "RESULTS", tmp_path)
     data, run = (
@@ -116,7 +116,7 @@ def test_runs_that_were_kept_count_until_their_case_has_other_numbers(fp4, tmp_p
     assert cases["nvfp4"]["runs"] == {}
 
 
-def test_a_run_is_named_by_what_moves_its_numbers(fp4):
+def test_run_identity_follows_what_affects_results(fp4):
     fp32, rounded = fp4.CASES["fp32"], fp4.CASES["nvfp4-plain"]
     recipe = rounded.make()
     name = fp4.identity(rounded, recipe)
@@ -127,14 +127,14 @@ def test_a_run_is_named_by_what_moves_its_numbers(fp4):
     assert fp4.identity(replace(rounded, constant=True), recipe) != name
 
 
-def test_a_constant_rate_stays_where_the_warm_up_ends(fp4):
+def test_constant_rate_holds_after_warmup(fp4):
     cosine, constant = (fp4.experiment(replace(fp4.CASES["fp32"], constant=constant)) for constant in (False, True))
     assert constant.learning_rate(cosine.warmup // 2) == cosine.learning_rate(cosine.warmup // 2)
     assert constant.learning_rate(cosine.warmup) == constant.learning_rate(cosine.steps) == cosine.lr
     assert cosine.learning_rate(cosine.steps) < 1e-3 * cosine.lr
 
 
-def test_every_case_has_a_recipe_of_its_own_that_data_hold(fp4):
+def test_cases_have_distinct_serializable_recipes(fp4):
     names = {}
     for case in fp4.CASES.values():
         recipe = case.make()
@@ -144,11 +144,11 @@ def test_every_case_has_a_recipe_of_its_own_that_data_hold(fp4):
     assert [alike for alike in names.values() if len(alike) > 1] == []
 
 
-def test_a_part_that_a_recipe_does_not_have_cannot_be_taken_away(cases):
+def test_removing_an_absent_part_raises(cases):
     with pytest.raises(ValueError, match=r"fp32 has these rules already; expected a part to take away"):
         cases.of_operands(get_recipe("fp32"), lambda operand: operand)
 
 
-def test_a_case_that_is_not_there_is_an_error_that_names_the_nearest(fp4):
+def test_unknown_case_names_the_nearest(fp4):
     with pytest.raises(SystemExit, match="nvfp4-plain"):
         fp4.asked_for("nvfp4-plane")

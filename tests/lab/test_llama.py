@@ -1,4 +1,4 @@
-"""The lab's Llama is transformers'; and Smooth-SwiGLU finds its gated MLPs."""
+"""The lab's Llama equals transformers', and Smooth-SwiGLU finds its gated MLPs."""
 
 import json
 
@@ -19,14 +19,14 @@ def build():
     return Llama(64, 32, layers=2, width=48, heads=3)
 
 
-def test_it_equals_transformers_from_the_same_weights():
+def test_equals_transformers_with_the_same_weights():
     model = build()
     config = LlamaConfig(
         vocab_size=64, hidden_size=48, intermediate_size=128, num_hidden_layers=2, num_attention_heads=3
     )
     theirs = LlamaForCausalLM(config)
     with torch.no_grad():
-        for parameter in model.parameters():  # larger than at the start, so that positions and gates matter
+        for parameter in model.parameters():  # larger than at initialization, so that positions and gates matter
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 2 else 1.0))
     prefixed = {k if k == "lm_head.weight" else f"model.{k}": v for k, v in model.state_dict().items()}
     theirs.load_state_dict(prefixed)
@@ -43,7 +43,7 @@ def test_it_equals_transformers_from_the_same_weights():
     assert not others
 
 
-def test_its_gated_mlps_are_smoothed_and_quantised():
+def test_gated_mlps_are_smoothed_and_quantized():
     model = build()
     ids = torch.randint(64, (3, 32))
     assert halfstep.apply(model, "fp8-smooth-swiglu").smoothed == ("layers.0.mlp", "layers.1.mlp")
@@ -53,9 +53,9 @@ def test_its_gated_mlps_are_smoothed_and_quantised():
     assert report.kept == {"lm_head": "output head"}
 
 
-@pytest.mark.slow  # other models are, in cli/test_compare.py; the model trains in conformance/test_every_task.py
+@pytest.mark.slow  # fast: cli/test_compare.py with other models, conformance/test_every_task.py
 @pytest.mark.parametrize("model", ["llama-tiny"])
-def test_it_is_compared_by_name(model, tmp_path, run, monkeypatch, unrendered):
+def test_llama_in_halfstep_compare(model, tmp_path, run, monkeypatch, unrendered):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     options = ["--data", "text.txt", "--steps", "3", "--batch", "2", "--context", "16", "--baseline-seeds", "1"]

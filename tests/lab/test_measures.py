@@ -1,4 +1,4 @@
-"""The fields' metrics, against other people's where they are installed, else against cases done by hand."""
+"""The tasks' metrics, against other libraries' if installed, else against worked examples."""
 
 import math
 
@@ -14,7 +14,7 @@ from halfstep.lab.tasks.speech import BINS, FRAMES, speak
 from halfstep.lab.tasks.translation import END, LONGEST, SOURCE_WORDS, TARGET_WORDS, sentences
 
 
-def test_auc_is_scikit_learns():
+def test_auc_equals_scikit_learn():
     metrics = pytest.importorskip("sklearn.metrics")
     generator = torch.Generator().manual_seed(0)
     for ties in (1000, 7):
@@ -24,7 +24,7 @@ def test_auc_is_scikit_learns():
     assert math.isnan(auc(scores, torch.ones(400)))
 
 
-def test_the_digits_are_scikit_learns():
+def test_digits_equal_scikit_learns():
     datasets = pytest.importorskip("sklearn.datasets")
     images, classes = datasets.load_digits(return_X_y=True)
     train, held_out = load_digits()
@@ -41,30 +41,30 @@ def test_edit_distance(found, wanted, distance):
     assert edit_distance(found, wanted) == edit_distance(wanted, found) == distance
 
 
-def test_error_rate_is_over_all_wanted_characters():
+def test_error_rate_is_relative_to_all_expected_characters():
     assert error_rate(["abcd", ""], ["abcx", "y"]) == pytest.approx(2 / 5)
     assert error_rate(["ab"], ["ab"]) == 0
 
 
-def test_bleu_by_hand():
+def test_bleu_equals_worked_examples():
     found, wanted = list("abcdef"), list("abcdxf")
-    # 1-grams 5 of 6, 2-grams 3 of 5, 3-grams 2 of 4, 4-grams 1 of 3; as long as wanted
+    # 1-grams 5 of 6, 2-grams 3 of 5, 3-grams 2 of 4, 4-grams 1 of 3; equal lengths
     assert bleu([found], [wanted]) == pytest.approx((5 / 6 * 3 / 5 * 2 / 4 * 1 / 3) ** 0.25)
     short = list("abcd")
     assert bleu([short], [wanted]) == pytest.approx(math.exp(1 - 6 / 4))
     repeated = ["the"] * 7
-    assert bleu([repeated], [["the", "cat", "the", "mat"]], order=1) == pytest.approx(2 / 7)  # Papineni's own example
+    assert bleu([repeated], [["the", "cat", "the", "mat"]], order=1) == pytest.approx(2 / 7)  # Papineni's example
     assert bleu([[]], [wanted]) == 0.0
 
 
 BOX = torch.tensor([[0.0, 0, 10, 10], [20, 20, 30, 30], [40, 40, 50, 50]])
 
 
-def test_mean_average_precision_by_hand():
+def test_mean_average_precision_equals_worked_examples():
     truth = [Truth(BOX[:2], torch.tensor([0, 0])), Truth(BOX[2:], torch.tensor([1]))]
     perfect = [Found(t.boxes, torch.ones(len(t.boxes)), t.classes) for t in truth]
     assert mean_average_precision(perfect, truth, 3) == 1.0
-    # class 0: right, wrong, a second time the same box, right; precisions 1 and 2/4 at recalls 1/2 and 1
+    # class 0: right, wrong, a duplicate, right; precisions 1 and 2/4 at recalls 1/2 and 1
     boxes = torch.stack([BOX[0], BOX[2], BOX[0] + 0.1, BOX[1]])
     messy = [Found(boxes, torch.tensor([0.9, 0.8, 0.7, 0.6]), torch.zeros(4)), perfect[1]]
     assert mean_average_precision(messy, truth, 3) == pytest.approx((0.75 + 1) / 2)
@@ -74,24 +74,24 @@ def test_mean_average_precision_by_hand():
     assert mean_average_precision(shifted, truth, 3) == 0.0
 
 
-def test_interpolated_precision_looks_beyond():
-    """Wrong first, then two right: precision 1/2 at recall 1/2, but 2/3 is reached beyond it."""
+def test_average_precision_is_interpolated():
+    """Wrong, right, right: precision 1/2 at recall 1/2, but 2/3 at recall 1."""
     truth = [Truth(BOX[:2], torch.tensor([0, 0]))]
     found = [Found(BOX[[2, 0, 1]], torch.tensor([0.9, 0.8, 0.7]), torch.zeros(3))]
     assert mean_average_precision(found, truth, 1) == pytest.approx(2 / 3)
 
 
-def test_suppression_keeps_the_best_of_overlapping_boxes_of_a_class():
+def test_non_maximum_suppression_is_per_class():
     boxes = torch.cat([BOX[:1], BOX[:1] + 1, BOX[:1] + 1, BOX[1:2]])
     kept = suppress(boxes, torch.tensor([0.5, 0.9, 0.8, 0.1]), torch.tensor([0, 0, 1, 0]))
     assert kept.tolist() == [1, 2, 3]
 
 
-def test_iou_of_a_box_with_itself_and_with_none():
+def test_iou_of_equal_and_disjoint_boxes():
     assert iou(BOX, BOX).tolist() == torch.eye(3).tolist()
 
 
-def test_the_frechet_distance_of_known_gaussians():
+def test_frechet_distance_of_known_gaussians():
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(200_000, 2, generator=generator)
     assert frechet_distance(a, a) == pytest.approx(0, abs=1e-9)
@@ -100,13 +100,13 @@ def test_the_frechet_distance_of_known_gaussians():
     assert math.isnan(frechet_distance(a, a * float("nan")))
 
 
-def test_the_feature_space_has_unit_variance():
+def test_feature_space_has_unit_variance():
     data = torch.randn(500, 6, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 7)
     features = Space.of(data, 3).features(data)
     assert float(features.var(0, correction=0).sum()) == pytest.approx(1)
 
 
-def test_a_detectors_targets_decode_to_the_true_boxes():
+def test_detection_targets_decode_to_the_true_boxes():
     task = Detection(*load_digits(), batch=4)
     batch = task.batch(0, 1)
     positive = batch["classes"] >= 0
@@ -119,7 +119,7 @@ def test_a_detectors_targets_decode_to_the_true_boxes():
     assert (decoded[:, 2:] <= 48 + 1e-3).all()
 
 
-def test_the_languages_fit_their_vocabularies_and_say_things_in_another_order():
+def test_translation_sentences_fit_their_vocabularies():
     pairs = sentences(500, torch.Generator().manual_seed(0))
     assert max(max(a) for a, _ in pairs) < SOURCE_WORDS
     assert max(max(b) for _, b in pairs) < TARGET_WORDS
@@ -127,7 +127,7 @@ def test_the_languages_fit_their_vocabularies_and_say_things_in_another_order():
     assert all(a[-1] == b[-1] == END for a, b in pairs)
 
 
-def test_utterances_are_long_enough_for_what_is_said():
+def test_utterances_have_enough_frames_for_their_characters():
     said = speak(64, torch.Generator().manual_seed(0))
     assert said["features"].shape == (64, FRAMES, BINS)
     assert bool(torch.isfinite(said["features"]).all())

@@ -1,4 +1,4 @@
-"""The lab's mixture of experts: routing, capacity and balance as published; every recipe trains or refuses it."""
+"""The lab's mixture of experts: routing, capacity and balance loss as published; recipes train it or raise."""
 
 import functools
 from dataclasses import replace
@@ -20,8 +20,8 @@ from ranks import on_ranks
 
 
 SMOOTH = {"fp8-smooth-swiglu", "fp8-fishman"}
-PURE = {"fp16-pure"}  # documented to: the squares of small gradients become zero
-LATE = {"fp8-adam"}  # a dense model's loss falls as slowly under it: 4.15 to 3.67 in 24 steps
+PURE = {"fp16-pure"}  # as documented: squares of small gradients underflow
+LATE = {"fp8-adam"}  # slow for a dense model, too: 4.15 to 3.67 in 24 steps
 UNIT = {name for name in list_recipes() if get_recipe(name).unit_scaled}
 
 
@@ -59,7 +59,7 @@ def losses_under(recipe, steps=8, **options):
 @pytest.mark.parametrize(
     "name", slow_unless({"bf16-mixed", "fp8-delayed", "fp8-smooth-swiglu", "unit-fp8"}.__contains__, list_recipes())
 )
-def test_every_recipe_trains_it_or_says_why_not(name):
+def test_recipes_train_it_or_raise(name):
     if name in SMOOTH | UNIT:
         reason = "smooths gated MLPs.* and MoE has none" if name in SMOOTH else "MoE is not unit-scaled"
         with pytest.raises(halfstep.HalfstepError, match=reason):
@@ -72,8 +72,8 @@ def test_every_recipe_trains_it_or_says_why_not(name):
     assert ("blocks.1.mlp.experts" in {*plan.layers} | {*plan.kept}) == rounds or "last blocks" in plan.kept.values()
 
 
-def test_the_precision_of_its_router_is_the_recipes():
-    """Rules keep a router's operands from being rounded to few bits; its scores are in the compute dtype."""
+def test_router_precision_follows_the_recipe():
+    """Rules keep the router's operands unrounded; its scores are in the compute dtype."""
     selective = replace(get_recipe("bf16-mixed"), name="selective", float32_modules=("*.router",))
     nowhere = replace(get_recipe("bf16-nomaster"), name="stored", float32_modules=("*.router",))
     for recipe, dtype, stored in [
@@ -94,22 +94,23 @@ def test_the_precision_of_its_router_is_the_recipes():
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_the_balance_loss_is_transformers(slots):
+def test_balance_loss_equals_transformers(slots):
     scores = torch.randn(60, 8)
     routing = routed(scores.softmax(-1), slots)
-    theirs = load_balancing_loss_func((scores,), 8, slots) / slots  # they do not divide by the slots
+    theirs = load_balancing_loss_func((scores,), 8, slots) / slots  # transformers does not divide by the slots
     torch.testing.assert_close(balance(routing, counted(routing)), theirs)
 
 
-def test_the_balance_loss_is_one_where_equal_and_the_number_of_experts_where_one_takes_all():
+def test_balance_loss_is_1_if_balanced_and_expert_count_if_collapsed():
     equal = Routing(torch.full((12, 4), 0.25), torch.arange(12)[:, None] % 4)
     collapsed = routed(F.one_hot(torch.zeros(12, dtype=torch.int64), 4).float())
     assert balance(equal, counted(equal)) == 1.0
     assert balance(collapsed, counted(collapsed)) == 4.0
 
 
-def test_two_micro_batches_of_one_domain_each_are_balanced_together_and_not_apart():
-    """Hard routing: 2 for micro-batches, 1 together. Four domains on pairs of 8 experts: a buffer goes between."""
+def test_balance_over_micro_batches_differs_from_balance_within_each():
+    """Hard routing: 2 for separate micro-batches, 1 together. Four domains on pairs of 8 experts: a buffer is in
+    between."""
     hard = routed(F.one_hot(torch.arange(2).repeat_interleave(6), 2).float())
     counts = counted(hard, 2)
     assert balance(hard, counts) == 2.0
@@ -125,7 +126,7 @@ def test_two_micro_batches_of_one_domain_each_are_balanced_together_and_not_apar
     assert together == pytest.approx(1, abs=0.01)
     whole = counts.sum(0) / counts.sum()
     mean = routing.probabilities.mean(0)
-    assert together == pytest.approx(float(8 * (whole * mean).sum()), rel=1e-6)  # equation 4 is equation 6
+    assert together == pytest.approx(float(8 * (whole * mean).sum()), rel=1e-6)  # equation 4 equals equation 6
     parts = [
         float(balance(Routing(routing.probabilities.view(4, 500, 8)[i], routing.chosen), counts[: i + 1].sum(0)[None]))
         for i in range(4)
@@ -134,7 +135,7 @@ def test_two_micro_batches_of_one_domain_each_are_balanced_together_and_not_apar
     assert float(balance(routing, counts.cumsum(0))) == pytest.approx(sum(parts) / 4, rel=1e-6)
 
 
-def test_the_balance_loss_moves_probabilities_alone():
+def test_balance_loss_gradient_flows_only_through_probabilities():
     scores = torch.randn(30, 4, requires_grad=True)
     routing = routed(scores.softmax(-1))
     counts = counted(routing)
@@ -143,15 +144,15 @@ def test_the_balance_loss_moves_probabilities_alone():
     torch.testing.assert_close(scores.grad, expected)
 
 
-def test_an_expert_keeps_its_first_tokens():
+def test_experts_keep_their_first_tokens_within_capacity():
     assert int((within(torch.zeros(32, 1, dtype=torch.int64), 4, 8) == 0).sum()) == 8  # capacity 1: T / N
     chosen = torch.tensor([[0, 1], [0, 1], [1, 0], [0, 1]])
-    assert within(chosen, 2, 2).tolist() == [[0, 1], [0, 2], [1, 2], [2, 2]]  # first choices before second ones
+    assert within(chosen, 2, 2).tolist() == [[0, 1], [0, 2], [1, 2], [2, 2]]  # first choices come before second ones
     many = torch.zeros(1000, 1, dtype=torch.int64)
-    assert int((within(many, 2, 700) == 0).sum()) == 700  # beyond 256, to which bfloat16 counts
+    assert int((within(many, 2, 700) == 0).sum()) == 700  # beyond 256, up to which bfloat16 counts exactly
 
 
-def test_a_dropped_token_passes_by_the_residual_stream_and_evaluation_drops_none():
+def test_dropped_tokens_are_unchanged_and_evaluation_drops_none():
     model = build(capacity=0.25)
     mixture, x = model.blocks[1].mlp, torch.randn(2, 16, 32)
     changed, routing = mixture(x)
@@ -159,7 +160,7 @@ def test_a_dropped_token_passes_by_the_residual_stream_and_evaluation_drops_none
     assert mixture.eval()(x)[0].flatten(0, 1).any(-1).all()
 
 
-def test_experts_compute_what_each_would_on_its_own():
+def test_experts_equal_separate_mlps():
     torch.manual_seed(0)
     experts, x = Experts(8, 12, 3, 0.0), torch.randn(5, 8)
     for parameter in experts.parameters():
@@ -174,7 +175,7 @@ def test_experts_compute_what_each_would_on_its_own():
     torch.testing.assert_close(experts(x, index, gates), expected)
 
 
-def test_gates_of_one_slot_are_probabilities_and_of_two_add_up_to_one():
+def test_gates_of_one_slot_are_probabilities_and_of_two_sum_to_1():
     for slots in (1, 2):
         probabilities, gates, chosen = Router(8, 4, slots)(torch.randn(6, 8))
         top = probabilities.gather(1, chosen)
@@ -182,8 +183,8 @@ def test_gates_of_one_slot_are_probabilities_and_of_two_add_up_to_one():
 
 
 @torch.no_grad()
-def test_a_router_in_bfloat16_ties_and_chooses_other_experts():
-    """768 to 32, 8,192 tokens: about 1% choose another expert, and 2% have a tie, which float32 has not."""
+def test_bfloat16_router_has_ties_and_other_choices():
+    """768 to 32, 8,192 tokens: about 1% choose another expert; 2% have a tie, none in float32."""
     torch.manual_seed(0)
     router, x = Router(768, 32, 1), torch.randn(8192, 768).bfloat16()
     std = (0.1 / 768) ** 0.5
@@ -198,7 +199,7 @@ def test_a_router_in_bfloat16_ties_and_chooses_other_experts():
     assert (narrow.double().sum(1) - 1).abs().max() > 5e-4
 
 
-def test_weights_are_cut_off_at_two_deviations_of_a_tenth_of_the_variance():
+def test_initial_weights_are_truncated_at_two_scaled_deviations():
     for scale in (0.1, 1.0):
         for name, p in build(scale=scale).named_parameters():
             if p.dim() > 1 and not name.startswith(("token", "position")):
@@ -215,7 +216,7 @@ def counts_on_rank(rank):
 
 
 @pytest.mark.slow  # two processes
-def test_ranks_that_share_their_counts_average_to_the_global_loss(tmp_path):
+def test_balance_loss_with_shared_counts_averages_to_the_global_loss(tmp_path):
     found = on_ranks(counts_on_rank, tmp_path)
     each = [torch.randn(8, 4, generator=torch.Generator().manual_seed(rank)).softmax(-1) for rank in range(2)]
     whole = routed(torch.cat(each))
@@ -223,7 +224,7 @@ def test_ranks_that_share_their_counts_average_to_the_global_loss(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_lab_adds_its_balance_loss_in_training_alone(tmp_path):
+def test_balance_loss_is_added_only_in_training(tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     options = {"batch": 2, "context": 16, "warmup": 1, "validations": 1, "statistics": 1, "checkpoints": 1, "seeds": 1}
     data = str(tmp_path / "text.txt")

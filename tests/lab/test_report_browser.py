@@ -1,5 +1,4 @@
-"""The report in a headless Chromium, as wide as a laptop's window and as a phone: what fits, and what is said where it
-does not."""
+"""The report in headless Chromium at the widths of a laptop and a phone: what fits, and the hint to scroll."""
 
 import json
 import re
@@ -31,7 +30,7 @@ document.getElementById("found").textContent = JSON.stringify(found);
 
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
-    """Of a report on seven recipes, two of which did worse, at each width: what its parts take."""
+    """The measured layout of a report on seven recipes at each width."""
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("no chromium on PATH: the report is not tried in a browser")
@@ -54,13 +53,13 @@ def measured(tmp_path, monkeypatch):
     return dict(zip(WIDTHS, json.loads(unescape(found)), strict=True))
 
 
-@pytest.mark.slow  # a browser
-def test_figures_and_the_table_fit_a_laptop_and_a_phone_is_told_to_scroll(measured):
+@pytest.mark.slow  # starts a browser
+def test_report_fits_a_laptop_and_hints_at_scrolling_on_a_phone(measured):
     for width, found in measured.items():
         assert found["page"] <= width
         assert len(found["figures"]) > 5
         assert min(found["figures"]) >= (0.95 if width < 1280 else 0.75) * found["page"]
         own, inside = found["table"]
         assert found["hint"] == (inside > own) == (width < 1280), width
-        assert abs(found["moved"]) <= 1  # a recipe's name stays in sight
+        assert abs(found["moved"]) <= 1  # recipe names stay visible
         assert all(inside <= own for own, inside in found["others"])

@@ -1,4 +1,4 @@
-"""The plots' data, and that what is drawn is that data."""
+"""The data of the report's plots, and that the drawn figures show it."""
 
 import math
 import statistics
@@ -22,7 +22,7 @@ def usual(tmp_path_factory):
 
 
 def experiment_with(tmp_path, gradients, run_scale=1.0, last_scale=None):
-    """fp32 with the given activation gradients at its last statistics; fp16-mixed with the given last loss scale."""
+    """fp32 runs with these activation gradients in the last statistics, and fp16-mixed with this last loss scale."""
     experiment = Experiment(recipes=("fp32", "fp16-mixed"), steps=4, statistics=1)
     folder = RunFolder.create(tmp_path / "run", experiment, "", {})
     content = [r for r in rows(experiment, "fp32", 0, Run(statistics=False)) if r["kind"] != "end"]
@@ -32,12 +32,12 @@ def experiment_with(tmp_path, gradients, run_scale=1.0, last_scale=None):
     return load(folder)
 
 
-UNIFORM = {1: 1 / 3, 8: 2 / 15, 2**10: 0.0}  # g = 2^U(-30, -15) in float16: 5, 2 and 0 of the 15 octaves
+UNIFORM = {1: 1 / 3, 8: 2 / 15, 2**10: 0.0}  # zero in fp16 of g = 2^U(-30, -15): 5, 2, 0 of 15 octaves
 
 
 @pytest.mark.quick("8")
 @pytest.mark.parametrize("scale", UNIFORM)
-def test_the_share_that_becomes_zero_is_what_is_drawn_left_of_the_line(scale, tmp_path):
+def test_zeroed_share_equals_the_bars_left_of_the_line(scale, tmp_path):
     results = experiment_with(tmp_path, uniform(-30, -15), last_scale=float(scale))
     data = exponents.gradient_exponents(results)
     assert (2**data.shift, data.shift_from) == (scale, "fp16-mixed's last loss scale")
@@ -51,8 +51,8 @@ def test_the_share_that_becomes_zero_is_what_is_drawn_left_of_the_line(scale, tm
         assert share(expected) in [text.get_text() for text in panel.texts]
 
 
-def test_the_runs_own_loss_scale_is_taken_out(tmp_path):
-    """What a scaled run stores is times its scale: the same gradients come out."""
+def test_gradient_exponents_are_unscaled(tmp_path):
+    """Stored gradients of a scaled run are divided by its loss scale."""
     data = exponents.gradient_exponents(experiment_with(tmp_path, uniform(-20, -5), run_scale=2.0**10))
     assert sorted(data.values["activation_gradients"].counts) == list(range(-30, -15))
     assert (data.shift, data.shift_from) == (16, "the usual first loss scale")
@@ -71,13 +71,13 @@ def test_overflow_has_its_own_region(tmp_path):
     assert "20.0%" in texts  # 2^16 and 2^17 of ten octaves
 
 
-def test_fp32s_values_are_taken_wherever_it_stands(tmp_path):
+def test_gradient_exponents_are_fp32s_in_any_order_of_recipes(tmp_path):
     folder = write(tmp_path / "run", USUAL, usual_experiment(["bf16-mixed", "fp32"], steps=20))
     data = exponents.gradient_exponents(load(folder))
     assert (data.recipe, data.seed, data.step) == ("fp32", 0, 20)
 
 
-def test_curves_hold_the_first_seed_and_fp32s(usual):
+def test_loss_curves_hold_the_first_seed_and_fp32_bands(usual):
     data = curves.loss_curves(usual)
     assert [c.recipe for c in data.curves] == list(USUAL)
     fp32 = usual.runs["fp32"]
@@ -91,7 +91,7 @@ def test_curves_hold_the_first_seed_and_fp32s(usual):
     assert (steps[-1], distances[-1]) == (500, pytest.approx(own / fp32s - 1))
 
 
-def test_a_diverged_curve_ends_where_the_run_did(usual):
+def test_diverged_curve_ends_at_the_divergence(usual):
     curve = next(c for c in curves.loss_curves(usual).curves if c.recipe == "fp16-pure")
     last = [r["loss"] for r in usual.runs["fp16-pure"][0] if r["kind"] == "step"][-1]
     assert curve.end == (2, last)
@@ -102,7 +102,7 @@ def test_a_diverged_curve_ends_where_the_run_did(usual):
     assert legend == ["fp32's band over its seeds", "fp16-pure diverged at step 2"]
 
 
-def test_a_loss_that_explodes_flattens_no_other_curve(tmp_path):
+def test_exploding_loss_does_not_stretch_the_axis(tmp_path):
     runs = {"fp32": Run(), "fp16-pure": Run(excess=50.0, diverges=90)}
     figure = curves.loss_picture(load(write(tmp_path / "run", runs, usual_experiment(runs, steps=100)))).figure
     low, top = figure.axes[0].get_ylim()
@@ -112,7 +112,7 @@ def test_a_loss_that_explodes_flattens_no_other_curve(tmp_path):
     assert (cross.get_xdata()[0], cross.get_ydata()[0]) == (90, top)
 
 
-def test_gaps_are_the_verdicts_gaps(usual):
+def test_plotted_gaps_equal_the_verdicts(usual):
     data = bars.final_gaps(usual)
     assert data.margin == 0.01
     found = {gap.recipe: gap for gap in data.gaps}
@@ -127,11 +127,11 @@ def test_speeds_are_medians_with_their_ratio(usual):
     assert data["fp32"].ratio == 1
     assert data["bf16-nomaster"].ratio == data["bf16-nomaster"].median / data["fp32"].median
     assert all(s.low <= s.median <= s.high for s in data.values())
-    assert [r for r, s in data.items() if not s.certain] == ["fp16-pure"]  # one step tells nothing
+    assert [r for r, s in data.items() if not s.certain] == ["fp16-pure"]  # one step is not enough
     assert "bf16-nomaster" in bars.speed_picture(usual).alt
 
 
-def test_bytes_are_the_memory_rows(usual):
+def test_plotted_bytes_equal_the_memory_rows(usual):
     found = bars.bytes_by_role(usual)
     assert list(found) == list(USUAL)
     for recipe, sizes in found.items():
@@ -139,37 +139,35 @@ def test_bytes_are_the_memory_rows(usual):
         assert bars.total_bytes(sizes) == sum(BYTES[recipe][:-1])
 
 
-def test_the_loss_scale_history_marks_skips(usual):
+def test_loss_scale_history_marks_skipped_steps(usual):
     (history,) = exponents.histories(usual)
     assert (history.recipe, history.skipped) == ("fp16-mixed", USUAL["fp16-mixed"].overflows)
     assert (max(history.exponents), history.exponents[-1], len(history.steps)) == (20, 17, 500)
     picture = exponents.scale_picture(usual)
-    assert (
-        picture.alt == f"The loss scale ends at {power(17)}; 5 steps were skipped; seed 0"
-    )  # the table has all three's
+    assert picture.alt == f"The loss scale ends at {power(17)}; 5 steps were skipped; seed 0"  # the table has all seeds
     (axes,) = picture.figure.axes
     crosses = next(line for line in axes.lines if line.get_marker() == "X")
     assert list(zip(crosses.get_xdata(), crosses.get_ydata(), strict=True))[:3] == [(1, 20), (2, 19), (3, 18)]
 
 
-def test_a_scale_of_one_is_no_scale(tmp_path):
+def test_loss_scale_of_1_has_no_history(tmp_path):
     runs = {"fp32": Run(), "bf16-pure": Run(scale=1.0), "fp16-master": replace(USUAL["fp16-mixed"], scale=1024.0)}
     results = load(write(tmp_path / "run", runs, usual_experiment(runs, steps=20)))
     assert [h.recipe for h in exponents.histories(results)] == ["fp16-master"]
 
 
-def test_shares_lost_are_the_statistics_rows(usual):
+def test_lost_shares_equal_the_statistics_rows(usual):
     data = lost.shares_lost(usual)
     assert (data.recipe, data.steps) == ("fp32", (100, 200, 300, 400, 500))
     assert data.formats("updates") == ["fp16", "bf16", "float8_e4m3fn", "float8_e5m2"]
-    middle = [r for r in usual.runs["fp32"][0] if r["kind"] == "statistics"][2]  # every share only grows or shrinks
+    middle = [r for r in usual.runs["fp32"][0] if r["kind"] == "statistics"][2]  # shares change monotonically
     for name in data.formats("updates"):
         assert data.median("updates", name) == middle["lost"][name]
         assert data.median("gradients", name) == middle["zeroed"]["gradients"][name]
         assert data.median("weights", name) == middle["zeroed"]["weights"][name]
 
 
-def test_descent_is_the_statistics_rows(usual):
+def test_descent_equals_the_statistics_rows(usual):
     data = {d.recipe: d for d in lost.descents(usual)}
     looked = [r for r in usual.runs["fp32"][0] if r["kind"] == "statistics"]
     assert data["fp32"].steps == (100, 200, 300, 400, 500)
@@ -182,14 +180,14 @@ def test_descent_is_the_statistics_rows(usual):
     assert "token.weight" in picture.finding
 
 
-def test_runs_that_do_not_say_have_no_descent(tmp_path):
+def test_runs_without_statistics_have_no_descent(tmp_path):
     results = load(write(tmp_path / "run", {"fp32": Run(statistics=False)}, Experiment(recipes=("fp32",), steps=20)))
     assert lost.descents(results) == []
     assert lost.descent_picture(results).figure is None
 
 
-def test_updates_that_were_not_seen_are_left_out(tmp_path):
-    """Where 16-bit weights take the update themselves, `lost` is empty."""
+def test_unseen_updates_are_omitted(tmp_path):
+    """For 16-bit weights that take updates directly, `lost` is empty."""
     blind = Run(sees_updates=False)
     alone = load(write(tmp_path / "alone", {"bf16-pure": blind}, Experiment(recipes=("bf16-pure",), steps=20)))
     picture = lost.zeroed_picture(alone)
@@ -203,8 +201,8 @@ def test_updates_that_were_not_seen_are_left_out(tmp_path):
 
 @pytest.mark.quick("draw_loss", "gap_picture", "draw_speed", "draw_scale", "draw_zeroed", "draw_descent")
 @pytest.mark.parametrize("make", PICTURES, ids=lambda make: getattr(make, "draw", make).__name__)
-def test_no_text_is_cut_or_written_over_another(make, usual):
-    """Every text lies inside the figure, and no two of an axes' own labels overlap."""
+def test_texts_are_inside_the_figure_and_do_not_overlap(make, usual):
+    """Every text lies within the figure, and no labels of an axes overlap."""
     figure = make(usual).figure
     figure.draw_without_rendering()
     whole = figure.bbox
@@ -218,7 +216,7 @@ def test_no_text_is_cut_or_written_over_another(make, usual):
             assert not any(box.overlaps(other) for other in shrunk[:i])
 
 
-def test_a_recipe_looks_the_same_everywhere_and_unlike_the_others():
+def test_recipes_have_distinct_fixed_looks():
     table = looks(["a", "fp32", *"bcdefghi"])
     assert table["fp32"].colour == "black"
     assert len({look.colour for look in table.values()}) == len({look.marker for look in table.values()} | {0}) == 10
@@ -242,7 +240,7 @@ def test_spread_of_too_many_uses_the_whole_height():
     assert spread([], 0.1) == []
 
 
-def test_words_for_numbers():
+def test_number_formatting():
     assert [share(x) for x in (0.0, 1e-9, 0.5, 1 - 1e-9, 1.0)] == ["0%", "<0.1%", "50.0%", ">99.9%", "100%"]
     assert [signed(x) for x in (0.01, -0.01, -1e-9)] == ["+1.00%", "−1.00%", "0.00%"]
     assert power(-149) == "2⁻¹⁴⁹"

@@ -1,4 +1,4 @@
-"""Runs side by side are the runs one after another, to the bit; what goes wrong in one is said, and nothing hangs."""
+"""Parallel runs equal sequential runs bit for bit; errors in one are reported, and nothing hangs."""
 
 import os
 
@@ -32,7 +32,7 @@ def one_thread():
 
 
 @pytest.mark.slow
-def test_runs_side_by_side_write_what_runs_one_after_another_write(tmp_path, monkeypatch, one_thread):
+def test_parallel_runs_equal_sequential_runs(tmp_path, monkeypatch, one_thread):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small_models.py").write_text(MODEL)
     (tmp_path / "text.txt").write_text("some text to learn from\n" * 200)
@@ -55,7 +55,7 @@ def test_runs_side_by_side_write_what_runs_one_after_another_write(tmp_path, mon
 
 
 @pytest.mark.slow
-def test_each_job_is_one_process_that_takes_the_next_run():
+def test_each_job_is_one_process_for_several_runs():
     seen = []
     train_side_by_side(trained, RUNS, 2, seen.append)
     assert sorted((progress.recipe, progress.seed) for progress in seen) == sorted(RUNS)
@@ -68,11 +68,11 @@ def test_each_job_is_one_process_that_takes_the_next_run():
     ("recipe", "error", "said"),
     [("raises", ModelError, "planted"), ("dies", RunError, "exit code 3.* --resume, with fewer --jobs")],
 )
-def test_what_ends_a_run_ends_all(recipe, error, said):
+def test_error_in_one_run_ends_all(recipe, error, said):
     with pytest.raises(error, match=said):
         train_side_by_side(trained, [("fp32", 0), (recipe, 0), *RUNS], 2, lambda progress: None)
 
 
-def test_what_cannot_be_sent_to_a_process_is_said():
+def test_unpicklable_function_raises():
     with pytest.raises(RunError, match="leave --jobs out"):
         train_side_by_side(lambda *run: None, RUNS, 2, lambda progress: None)

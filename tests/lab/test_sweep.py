@@ -1,4 +1,4 @@
-"""A sweep: its cells are the runs that `compare` makes, in any number of processes, killed or not."""
+"""A sweep's cells equal the runs of `compare`, in any number of processes, even after kills."""
 
 import json
 import os
@@ -60,14 +60,14 @@ def trained(path, sweep, jobs=1, resume=False, retry=False):
 
 
 def numbers(path):
-    """Every row of every cell but for its timings."""
+    """The rows of every cell, without timings."""
     folder = SweepFolder(path)
     cells = folder.sweep().cells()
     return {cell: [{k: v for k, v in row.items() if k not in TIMINGS} for row in folder.rows(cell)] for cell in cells}
 
 
 @pytest.mark.slow
-def test_cells_are_the_runs_of_compare(place):
+def test_cells_equal_the_runs_of_compare(place):
     sweep = a_sweep()
     told = trained(place / "swept", sweep)
     cells = sweep.cells()
@@ -83,7 +83,7 @@ def test_cells_are_the_runs_of_compare(place):
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_with_more_seeds_and_more_values(place):
+def test_sweep_continues_with_more_seeds_and_values(place):
     trained(place / "swept", a_sweep(seeds=1))
     before = numbers(place / "swept")
     told = trained(place / "swept", a_sweep({"lr": (1e-3, 3e-3, 1e-2)}, seeds=2), resume=True)
@@ -92,7 +92,7 @@ def test_a_sweep_goes_on_with_more_seeds_and_more_values(place):
     assert all(after[cell] == rows for cell, rows in before.items())
 
 
-def test_what_a_model_raises_is_the_cells_result_and_can_be_tried_again(place):
+def test_failed_cells_are_recorded_and_can_be_retried(place):
     sweep = a_sweep({"model": ("small_models.py:model", "small_models.py:fails")}, seeds=1)
     cells = open_sweep(sweep, place / "other", False)
     (place / "broken").touch()
@@ -108,12 +108,12 @@ def test_what_a_model_raises_is_the_cells_result_and_can_be_tried_again(place):
         "all": 4, "finished": 2, "diverged": 0, "failed": 2, "begun": 0, "waiting": 0,
     }  # fmt: skip
     (place / "broken").unlink()
-    assert not trained(place / "other", sweep, resume=True)  # a failure is a result
+    assert not trained(place / "other", sweep, resume=True)  # failed cells count as done
     trained(place / "other", sweep, resume=True, retry=True)
     assert all(folder.state(cell).status == "finished" for cell in sweep.cells())
 
 
-def test_a_second_sweep_on_a_folder_refuses(place):
+def test_second_sweep_on_a_folder_raises(place):
     sweep = a_sweep(seeds=1)
     cells = open_sweep(sweep, place / "swept", False)
     folder = SweepFolder(place / "swept")
@@ -134,13 +134,13 @@ def test_a_second_sweep_on_a_folder_refuses(place):
         ({"grid": {"steps": (4,)}}, "its grid is"),
     ],
 )
-def test_another_sweep_is_refused(place, change, said):
+def test_resuming_with_another_sweep_raises(place, change, said):
     open_sweep(a_sweep(), place / "swept", False)
     with pytest.raises(RunError, match=said):
         open_sweep(a_sweep(**change), place / "swept", True)
 
 
-def test_a_folder_of_something_else_is_refused(place):
+def test_folder_without_a_sweep_raises(place):
     open_experiment(a_sweep().experiment, place / "compared", resume=False)
     with pytest.raises(RunError, match=r"expected the folder of a sweep, with sweep.json; found a single experiment"):
         open_sweep(a_sweep(), place / "compared", True)
@@ -154,7 +154,7 @@ def test_a_folder_of_something_else_is_refused(place):
         SweepFolder(place / "swept").sweep()
 
 
-def test_what_cannot_be_trained_is_refused_at_its_point_and_leaves_nothing(place):
+def test_untrainable_grid_points_raise_and_write_nothing(place):
     for grid, said in [
         ({"model": ("small_models.py:model", "small_models.py:none")}, "at model-small_models.py_none: .*none"),
         ({"lr": (1e-3, -1.0)}, "lr = -1.0 given; expected a positive number"),
@@ -175,12 +175,12 @@ def test_what_cannot_be_trained_is_refused_at_its_point_and_leaves_nothing(place
         ("seeds=1,2", "unknown axis 'seeds'"),
     ],
 )
-def test_a_grid_that_means_nothing_is_refused(text, said):
+def test_malformed_grid_raises(text, said):
     with pytest.raises(RunError, match=said):
         read_grid([text])
 
 
-def test_points_of_a_grid():
+def test_duplicate_axes_values_and_points_raise():
     with pytest.raises(RunError, match="the axis lr is given twice"):
         read_grid(["lr=1", "lr=2"])
     with pytest.raises(RunError, match="expected values, each once"):
@@ -201,7 +201,7 @@ def test_points_of_a_grid():
 
 
 def dies_once(point, recipe, seed, watch):
-    """In a process of its own: the first attempt at seed 1 ends it, and every one at seed 2."""
+    """Dies at the first attempt of seed 1 and at every attempt of seed 2; runs in a separate process."""
     tried = f"tried-{seed}-"
     count = len([name for name in os.listdir() if name.startswith(tried)])
     open(f"{tried}{count}", "w").close()
@@ -211,7 +211,7 @@ def dies_once(point, recipe, seed, watch):
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_is_tried_again_and_given_up_in_the_end(place):
+def test_killed_process_is_retried_a_limited_number_of_times(place):
     done, lost = [], []
     runs = [("p", "fp32", seed) for seed in range(4)]
     train_side_by_side(dies_once, runs, 2, done.append, lambda run, reason: lost.append((run, reason)))
@@ -231,7 +231,7 @@ def halfstep(*arguments):
 
 
 @pytest.mark.slow
-def test_forty_cells_killed_five_times_end_with_the_same_numbers(place):
+def test_sweep_killed_five_times_gives_the_same_results(place):
     assert halfstep(*COMMAND, *GRID, "--out", "whole", "--jobs", "1").wait() == 0
     more, kills = GRID, 0
     while True:
@@ -253,7 +253,7 @@ def test_forty_cells_killed_five_times_end_with_the_same_numbers(place):
 
 
 @pytest.mark.slow
-def test_ray_trains_the_same_numbers_and_survives_a_killed_worker(place):
+def test_ray_gives_the_same_results_despite_a_killed_worker(place):
     ray = pytest.importorskip("ray")
     sweep = a_sweep({"lr": (1e-3, 1e-2)}, seeds=2)
     trained(place / "here", sweep)
@@ -272,7 +272,7 @@ def test_ray_trains_the_same_numbers_and_survives_a_killed_worker(place):
 
 
 @pytest.mark.slow
-def test_a_ray_cluster_that_loses_one_of_two_machines_ends_with_the_same_numbers(place):
+def test_ray_gives_the_same_results_despite_a_lost_node(place):
     cluster_utils = pytest.importorskip("ray.cluster_utils")
     sweep = a_sweep({"lr": (1e-3, 3e-3, 1e-2)}, seeds=2)
     trained(place / "here", sweep)
@@ -299,7 +299,7 @@ def test_a_ray_cluster_that_loses_one_of_two_machines_ends_with_the_same_numbers
 
 
 def kill_a_worker():
-    """Kill a Ray worker that trains; returns its number."""
+    """Kill a Ray worker that is training; returns its process id."""
     for folder in os.listdir("/proc"):
         try:
             with open(f"/proc/{folder}/cmdline") as file:
@@ -312,13 +312,13 @@ def kill_a_worker():
 
 
 @pytest.mark.slow
-def test_a_ray_address_that_does_not_answer_is_said():
+def test_unreachable_ray_address_raises():
     pytest.importorskip("ray")
     with pytest.raises(RunError, match=r"--executor ray:127.0.0.1:1: no Ray cluster answers there"):
         get_executor("ray:127.0.0.1:1", 1)
 
 
-def test_executors_that_are_not_there_are_said():
+def test_unknown_executors_raise():
     with pytest.raises(RunError, match="unknown executor 'dask'"):
         get_executor("dask", 1)
     with pytest.raises(RunError, match="local, which has no address"):
@@ -326,7 +326,7 @@ def test_executors_that_are_not_there_are_said():
 
 
 @pytest.mark.slow
-def test_submitit_trains_the_same_numbers(place):
+def test_submitit_gives_the_same_results(place):
     pytest.importorskip("submitit")
     sweep = a_sweep({"lr": (1e-3,)}, seeds=2)
     trained(place / "here", sweep)

@@ -1,4 +1,4 @@
-"""Alarms ahead of divergence, on series whose rise is planted."""
+"""Alarms ahead of divergence, on series with planted rises."""
 
 import random
 
@@ -13,7 +13,7 @@ ONSET = 90
 
 
 def run(seed, rises=None):
-    """Series of 120 steps of noise; by name, the place from which one of them is high."""
+    """Series of 120 steps of noise; `rises` gives the step from which a series is high."""
     noise = random.Random(seed)
     rises = rises or {}
     return {
@@ -21,7 +21,7 @@ def run(seed, rises=None):
     }
 
 
-def test_the_series_that_rises_first_is_ahead_by_as_many_steps():
+def test_lead_equals_the_steps_between_planted_rises():
     stable = [run(seed) for seed in range(20)]
     lost = [(run(100 + seed, {"sharpness": ONSET - 12, "loss": ONSET - 4}), ONSET) for seed in range(6)]
     found = leads(stable, lost, NAMES)
@@ -32,29 +32,29 @@ def test_the_series_that_rises_first_is_ahead_by_as_many_steps():
     assert mean == 8
     assert interval.low == interval.high == 8
     assert found["loss"].ahead_of["sharpness"][0] == -8
-    # The gradient norm rises nowhere: no more alarms than the stable runs that set its threshold have.
+    # The gradient norm never rises: no more alarms than in the stable runs that set its threshold.
     assert found["grad_norm"].caught["hits"] <= 1
     assert set(found["grad_norm"].ahead_of) == {"loss", "sharpness"}
 
 
-def test_runs_that_do_not_diverge_announce_nothing():
-    """The negative control: runs called lost that are like the stable ones."""
+def test_stable_runs_give_no_leads():
+    """Negative control: runs labelled as diverging that are like the stable ones."""
     found = leads([run(seed) for seed in range(40)], [(run(500 + seed), ONSET) for seed in range(20)], NAMES)
     for lead in found.values():
         assert lead.false_alarms["runs"] == 20
-        assert lead.false_alarms["hits"] <= 5  # of 20 at 5%: more is a chance of 3 in 10,000
+        assert lead.false_alarms["hits"] <= 5  # of 20 at 5%: more has a probability of 3 in 10,000
         assert lead.caught["hits"] <= 5
         assert all(interval.low <= 0 <= interval.high for _, interval in lead.ahead_of.values())
 
 
-def test_an_alarm_after_the_onset_is_none():
+def test_alarms_after_the_onset_do_not_count():
     late = [(run(100 + seed, {"sharpness": ONSET + 1}), ONSET) for seed in range(6)]
     found = leads([run(seed) for seed in range(20)], late, NAMES)["sharpness"]
     assert found.steps == (0,) * 6
     assert found.caught["hits"] == 0
 
 
-def test_too_few_runs_and_no_such_series_are_errors():
+def test_too_few_runs_or_missing_series_raise():
     with pytest.raises(RunError, match=r"19 stable runs and 3 that diverge; expected 20 and 3 at least: more --seeds"):
         leads([run(0)] * 19, [(run(1), ONSET)] * 3, NAMES)
     with pytest.raises(RunError, match=r"20 stable runs and 2 that diverge"):

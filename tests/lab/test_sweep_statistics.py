@@ -1,4 +1,4 @@
-"""Spikes, divergence, shares and best rates, each against something independent."""
+"""Spikes, divergence, shares and best learning rates, each against an independent computation."""
 
 import math
 import random
@@ -19,7 +19,7 @@ def curve(steps=400, noise=0.02, seed=0):
     return [2 + 3.5 * math.exp(-step / 40) + noise * random_.gauss(0, 1) for step in range(steps)]
 
 
-def test_injected_spikes_are_the_ones_found():
+def test_planted_spikes_are_found():
     losses = curve()
     planted = {180: 1, 220: 3, 225: 1, 300: 12}
     for start, length in planted.items():
@@ -39,14 +39,14 @@ def test_height_is_in_standard_deviations_of_the_trailing_window():
     assert spike == Spike(250, 1, pytest.approx((losses[250] - median) / spread, rel=1e-3))
 
 
-def test_noise_alone_raises_next_to_none():
-    """Thirty fp32-like curves: the negative control. A threshold of 3 would find many."""
+def test_noise_has_almost_no_spikes():
+    """Negative control: thirty fp32-like curves. A threshold of 3 would find many."""
     curves = [curve(noise=0.05, seed=seed) for seed in range(30)]
     assert sum(len(spikes(losses)) for losses in curves) <= 1
     assert sum(len(spikes(losses, threshold=3.0)) for losses in curves) > 10
 
 
-def test_a_loss_that_stays_up_is_one_spike_and_what_is_not_finite_always_is():
+def test_lasting_rise_is_one_spike_and_nonfinite_losses_are_spikes():
     level = [1.0, 1.01, 0.99] * 10
     assert [(s.start, s.length) for s in spikes([*level, *[5.0] * 60])] == [(30, 60)]
     assert spikes([*level, None, *level]) == [Spike(30, 1, math.inf)]
@@ -54,26 +54,26 @@ def test_a_loss_that_stays_up_is_one_spike_and_what_is_not_finite_always_is():
 
 
 @pytest.mark.parametrize(("hits", "runs"), [(18, 188), (0, 70), (5, 5), (1, 2)])
-def test_wilson_is_scipys(hits, runs):
+def test_wilson_equals_scipy(hits, runs):
     expected = stats.binomtest(hits, runs).proportion_ci(method="wilson")
     found = wilson(hits, runs)
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
-def test_fisher_is_scipys():
+def test_fisher_equals_scipy():
     for a, of_a, b, of_b in [(18, 188, 0, 70), (3, 30, 9, 30), (0, 5, 5, 5), (1, 7, 0, 3), (4, 4, 4, 4)]:
         expected = stats.fisher_exact([[a, of_a - a], [b, of_b - b]]).pvalue
         assert fisher(a, of_a, b, of_b) == pytest.approx(expected, rel=1e-9)
 
 
-def test_power_is_the_share_of_simulated_trials_that_are_found():
+def test_power_equals_simulation():
     generator = np.random.default_rng(0)
     a, b = generator.binomial(40, 0.4, 4000), generator.binomial(40, 0.1, 4000)
     hits = statistics.fmean(fisher(int(x), 40, int(y), 40) < 0.05 for x, y in zip(a, b, strict=True))
     assert power(0.4, 40, 0.1, 40) == pytest.approx(hits, abs=0.03)
 
 
-def test_runs_to_tell_have_the_power():
+def test_runs_to_tell_reach_the_power():
     runs = runs_to_tell(0.3, 0.1)
     assert 0.77 < power(0.3, runs, 0.1, runs) < 0.86
     assert runs_to_tell(0.1, 0.1) is None
@@ -87,9 +87,9 @@ def test_verdicts_on_shares():
     assert compared(2, 400, 1, 400)["verdict"] == "no difference"
 
 
-def test_best_rates_and_how_sure_they_are():
+def test_best_rates_and_their_confidence():
     generator = np.random.default_rng(1)
-    shared = generator.normal(0, 0.1, 8)  # what a seed does to every recipe alike
+    shared = generator.normal(0, 0.1, 8)  # the seeds' common effect on all recipes
     rates = (1e-3, 1e-2, 1e-1)
 
     def table(*levels):
@@ -102,7 +102,7 @@ def test_best_rates_and_how_sure_they_are():
     assert (found["fp32"]["lr"], found["near"]["lr"], found["moved"]["lr"]) == (1e-2, 1e-2, 1e-3)
     assert found["near"]["other_rate"] == 0.0
     assert found["moved"]["other_rate"] == 1.0
-    # The seeds' own spread is 5%, and pairing takes it away.
+    # Seeds spread by 5%, which pairing removes.
     near = found["near"]["gap_interval"]
     assert near["low"] > 0.005
     assert near["high"] < 0.015
@@ -119,7 +119,7 @@ def cell(losses, validations, status="finished"):
     return outcome(("lr-1", "fp32", 0), CellState(status, len(losses)), rows)
 
 
-def test_a_run_that_lost_what_it_learned_diverged_even_if_it_came_back():
+def test_run_that_recovers_after_losing_its_progress_is_diverged():
     learning = [5.5, 5.6, 5.5, 5.4, 4.0, *[3.0] * 30]
     assert cell(learning, [5.55, 2.9]).status == "finished"
     back = cell([*learning, *[7.0] * 8, *[3.0] * 30], [5.55, 2.9])
@@ -127,7 +127,7 @@ def test_a_run_that_lost_what_it_learned_diverged_even_if_it_came_back():
     assert back.spikes == (36,)
     assert back.onset == 36
     assert cell([*learning, *[7.0] * 3, *[3.0] * 30], [5.55, 2.9]).status == "finished"
-    assert cell([5.6] * 40, [5.55, 5.4]).status == "finished"  # it never learned, and lost nothing
+    assert cell([5.6] * 40, [5.55, 5.4]).status == "finished"  # it never learned, so it lost nothing
     ended = cell([5.6] * 40, [5.55, 5.7])
     assert (ended.status, ended.onset) == ("diverged", 40)
     assert cell(learning, [5.55, 2.9]).onset is None

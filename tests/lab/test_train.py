@@ -1,4 +1,4 @@
-"""Training runs: repeatable, resumable bit for bit, and honest about what breaks."""
+"""Training runs are repeatable, resume bit for bit, and report what breaks."""
 
 import json
 import os
@@ -40,8 +40,8 @@ SMALL = {
 }
 
 
-class Tiny(nn.Module):
-    """Bytes -> logits, with dropout so that the random state matters, and something to spoil it with."""
+class TinyModel(nn.Module):
+    """Bytes to logits; with dropout, so that the random state matters, and NaN from step `spoil_after` on."""
 
     def __init__(self, spoil_after: int | None = None, width: int = 16) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def corpus(tmp_path_factory):
     return path
 
 
-def train(folder: Path, recipe: Recipe, corpus: Path, build=lambda: Tiny(), seed: int = 0, **changes):
+def train(folder: Path, recipe: Recipe, corpus: Path, build=lambda: TinyModel(), seed: int = 0, **changes):
     experiment = Experiment(recipes=(recipe.name,), **{**SMALL, **changes})
     task = LanguageModelling(load_corpus(str(corpus), experiment.context), experiment.batch, experiment.context, 2)
 
@@ -85,7 +85,7 @@ def without_timings(rows):
 
 
 STAGED = "fp8-delayed until 50%, then bf16-mixed"
-"""Changes after 6 of SMALL's 12 steps."""
+"""Changes its recipe after 6 of SMALL's 12 steps."""
 
 
 STATES = {
@@ -94,23 +94,27 @@ STATES = {
     "bf16-stochastic",
     "fp8lm-o3",
 }
-"""A recipe of each kind of state that a run saves; the tests of optimizers take all of them up again, outside a run."""
+"""One recipe per kind of saved state; the optimizers' own tests resume all of them outside a run."""
 
 
 @pytest.mark.quick("fp8-delayed until 50%, then bf16-mixed")
 @pytest.mark.parametrize("name", [*slow_unless(STATES.__contains__, RECIPES), STAGED])
-def test_a_run_stopped_at_any_step_and_resumed_equals_the_uninterrupted_one(name, tmp_path, corpus, monkeypatch):
-    stopped_and_resumed(name, random.Random(name).randrange(1, SMALL["steps"]), tmp_path, corpus, monkeypatch)
+def test_resumed_run_equals_the_uninterrupted_one(name, tmp_path, corpus, monkeypatch):
+    assert_resumed_run_equals_uninterrupted(
+        name, random.Random(name).randrange(1, SMALL["steps"]), tmp_path, corpus, monkeypatch
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.quick("6")
 @pytest.mark.parametrize("stop", slow_unless((6, 7).__contains__, [5, 6, 7, 8, 11]))
-def test_so_does_one_stopped_on_either_side_of_a_change_of_stage(stop, tmp_path, corpus, monkeypatch):
-    stopped_and_resumed("bf16-mixed until 50%, then fp8-delayed", stop, tmp_path, corpus, monkeypatch)
+def test_run_resumed_around_a_stage_change_equals_the_uninterrupted_one(stop, tmp_path, corpus, monkeypatch):
+    assert_resumed_run_equals_uninterrupted(
+        "bf16-mixed until 50%, then fp8-delayed", stop, tmp_path, corpus, monkeypatch
+    )
 
 
-def stopped_and_resumed(name, stop, tmp_path, corpus, monkeypatch):
+def assert_resumed_run_equals_uninterrupted(name, stop, tmp_path, corpus, monkeypatch):
     recipe = get_recipe(name)
     whole = train(tmp_path / "whole", recipe, corpus)
     original = Trainer._step
@@ -129,14 +133,14 @@ def stopped_and_resumed(name, stop, tmp_path, corpus, monkeypatch):
     assert {row["kind"] for row in whole} >= {"memory", "step", "validation", "statistics", "end"}
 
 
-def test_statistics_are_of_the_gradients_and_not_of_their_codes(tmp_path, corpus):
+def test_gradient_statistics_are_of_values_not_codes(tmp_path, corpus):
     rows = {name: train(tmp_path / name, get_recipe(name), corpus) for name in ("fp8-current", "fp8lm-o1")}
     largest = {
         name: max(int(e) for row in found if row["kind"] == "statistics" for e in row["gradients"]["counts"])
         for name, found in rows.items()
     }
     assert abs(largest["fp8lm-o1"] - largest["fp8-current"]) <= 1
-    assert largest["fp8lm-o1"] < 0  # codes go up to 448
+    assert largest["fp8lm-o1"] < 0  # codes reach 448
 
 
 @pytest.mark.slow
@@ -147,7 +151,7 @@ def test_seeds_differ_and_repeat(tmp_path, corpus):
     assert train(tmp_path / "c", recipe, corpus, seed=1) != first
 
 
-def test_a_run_that_has_ended_is_left_alone(tmp_path, corpus):
+def test_finished_run_is_not_run_again(tmp_path, corpus):
     recipe = get_recipe("fp32")
     rows = train(tmp_path, recipe, corpus)
     stamp = (tmp_path / "metrics.jsonl").stat().st_mtime_ns
@@ -156,15 +160,15 @@ def test_a_run_that_has_ended_is_left_alone(tmp_path, corpus):
 
 
 @pytest.mark.slow
-def test_every_recipe_starts_from_the_same_weights(tmp_path, corpus):
+def test_recipes_start_from_the_same_weights(tmp_path, corpus):
     start = {n: train(tmp_path / n, get_recipe(n), corpus)[0] for n in ("fp32", "bf16-mixed", "fp16-master")}
     assert all(row["kind"] == "validation" and row["step"] == 0 for row in start.values())
     losses = [row["loss"] for row in start.values()]
     assert max(losses) - min(losses) < 1e-2
 
 
-def test_a_planted_nan_comes_out_diverged_at_the_right_tensor(tmp_path, corpus):
-    rows = train(tmp_path, get_recipe("bf16-mixed"), corpus, lambda: Tiny(spoil_after=5))
+def test_planted_nan_activation_is_named_as_divergence(tmp_path, corpus):
+    rows = train(tmp_path, get_recipe("bf16-mixed"), corpus, lambda: TinyModel(spoil_after=5))
     verdict = judge("bf16-mixed", {0: read_metrics(tmp_path / "metrics.jsonl")}, {})
     assert (verdict.status, verdict.diverged_at) == (DIVERGED, 6)
     assert verdict.first_nonfinite == "input of head (Linear)"
@@ -172,7 +176,7 @@ def test_a_planted_nan_comes_out_diverged_at_the_right_tensor(tmp_path, corpus):
     assert verdict.final_loss is None
 
 
-def test_a_planted_nan_in_a_weight_is_named(tmp_path, corpus, monkeypatch):
+def test_planted_nan_weight_is_named_as_divergence(tmp_path, corpus, monkeypatch):
     original = Trainer._step
 
     def spoils(self, step):
@@ -187,9 +191,9 @@ def test_a_planted_nan_in_a_weight_is_named(tmp_path, corpus, monkeypatch):
     assert rows[-2]["tensor"] == "weight spoiled.weight"
 
 
-def test_under_a_dynamic_scale_a_persistent_nan_ends_at_the_floor(tmp_path, corpus):
+def test_persistent_nan_ends_at_the_loss_scale_floor(tmp_path, corpus):
     with pytest.warns(UserWarning, match="20 steps in a row were skipped"):
-        rows = train(tmp_path, get_recipe("fp16-mixed"), corpus, lambda: Tiny(spoil_after=3), steps=60)
+        rows = train(tmp_path, get_recipe("fp16-mixed"), corpus, lambda: TinyModel(spoil_after=3), steps=60)
     assert rows[-2]["kind"] == "diverged"
     assert "floor" in rows[-2]["reason"]
     assert rows[-2]["tensor"] == "input of head (Linear)"
@@ -197,7 +201,7 @@ def test_under_a_dynamic_scale_a_persistent_nan_ends_at_the_floor(tmp_path, corp
 
 
 class Curve(Task):
-    """Fit y = sin(3x): the loss goes down to where the precision of the products stops it."""
+    """Fit y = sin(3x), where the matmuls' precision limits the loss."""
 
     def models(self):
         return {}
@@ -220,8 +224,8 @@ def multilayer(seed: int) -> nn.Module:
 
 
 @pytest.mark.slow
-def test_a_recipe_with_three_mantissa_bits_degrades_and_fp16_mixed_matches(tmp_path):
-    """The verdict tells a bad recipe from a good one, over the same seeds."""
+def test_three_mantissa_bits_degrade_and_fp16_mixed_matches(tmp_path):
+    """A verdict distinguishes a bad recipe from a good one over the same seeds."""
     three = Quantizer(ieee("e8m3", 8, 3, "made up"))
     both = Matmul(three, three)
     coarse = Recipe("coarse", "3 mantissa bits", "a test", rules=(Rule("*", LinearSpec(both, both, both)),))
@@ -245,7 +249,7 @@ def test_a_recipe_with_three_mantissa_bits_degrades_and_fp16_mixed_matches(tmp_p
 CHANGES = 60
 LATE = "bf16-mixed until 50% then fp8-delayed"
 KILLED = {"fp32,fp16-mixed,bf16-stochastic": 200, ",".join(RECIPES): 30, STAGED: 2 * CHANGES, LATE: 2 * CHANGES}
-"""Recipes and their steps."""
+"""Recipes and their numbers of steps."""
 
 
 def command(recipes: str, out: Path, corpus: Path, *more: str) -> list[str]:
@@ -260,7 +264,7 @@ def all_rows(out: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipes", [*KILLED][:2], ids=["long", "every recipe"])
-def test_ten_kills_at_random_moments_then_resumed_equal_the_uninterrupted_run(tmp_path, corpus, recipes):
+def test_run_killed_ten_times_equals_the_uninterrupted_run(tmp_path, corpus, recipes):
     whole, cut = tmp_path / "a" / "whole", tmp_path / "b" / "cut"
     subprocess.run(command(recipes, whole, corpus), check=True, capture_output=True)
     chance = random.Random(0)
@@ -271,7 +275,7 @@ def test_ten_kills_at_random_moments_then_resumed_equal_the_uninterrupted_run(tm
             command(recipes, cut, corpus, *resume), stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         before = sum(len(p.read_bytes()) for p in cut.rglob("metrics.jsonl"))
-        deadline = time.monotonic() + 120  # wait for it to write, then let it run for a random moment
+        deadline = time.monotonic() + 120  # wait until it writes, then let it run for a random time
         while process.poll() is None and time.monotonic() < deadline:
             if sum(len(p.read_bytes()) for p in cut.rglob("metrics.jsonl")) != before:
                 break
@@ -290,7 +294,7 @@ def test_ten_kills_at_random_moments_then_resumed_equal_the_uninterrupted_run(tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipes", [STAGED, LATE])
-def test_kills_before_and_after_a_change_of_stage_leave_no_trace(tmp_path, corpus, recipes):
+def test_run_killed_around_a_stage_change_equals_the_uninterrupted_run(tmp_path, corpus, recipes):
     whole, cut = tmp_path / "a" / "whole", tmp_path / "b" / "cut"
     subprocess.run(command(recipes, whole, corpus), check=True, capture_output=True)
     for after in (CHANGES // 3, CHANGES + CHANGES // 3):
@@ -306,7 +310,7 @@ def test_kills_before_and_after_a_change_of_stage_leave_no_trace(tmp_path, corpu
 
 
 def last_step(out: Path) -> int:
-    """The last step that is written down whole."""
+    """The last step with a complete row."""
     text = "".join(path.read_text() for path in out.rglob("metrics.jsonl"))
     rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return max((row["step"] for row in rows), default=0)
@@ -317,7 +321,7 @@ def last_step(out: Path) -> int:
 
 @pytest.fixture
 def stopped(tmp_path, corpus, monkeypatch):
-    """A run stopped before its end, and a function that resumes it."""
+    """The last checkpoint of a run stopped before its end, and a function that resumes the run."""
     original = Trainer._step
 
     def dies(self, step):
@@ -337,7 +341,7 @@ def stopped(tmp_path, corpus, monkeypatch):
 @pytest.mark.quick("<lambda>1-model.safetensors", "<lambda>1-optimizer.safetensors")
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
 @pytest.mark.parametrize("damage", [lambda d: d[: len(d) // 2], lambda d: d[:-1] + bytes([d[-1] ^ 1]), lambda d: b""])
-def test_a_truncated_or_edited_tensor_file_is_refused(stopped, name, damage):
+def test_truncated_or_edited_tensor_file_raises(stopped, name, damage):
     latest, resume = stopped
     data = (latest / name).read_bytes()
     (latest / name).write_bytes(damage(data))
@@ -346,7 +350,7 @@ def test_a_truncated_or_edited_tensor_file_is_refused(stopped, name, damage):
     assert (latest / name).read_bytes() == damage(data)
 
 
-def test_an_edited_or_broken_state_file_is_refused(stopped):
+def test_edited_or_broken_state_file_raises(stopped):
     latest, resume = stopped
     state = json.loads((latest / "state.json").read_text())
     state["content"]["scaler"]["scale"] = 1.0
@@ -358,7 +362,7 @@ def test_an_edited_or_broken_state_file_is_refused(stopped):
         resume()
 
 
-def test_without_the_damaged_checkpoint_the_one_before_serves(stopped, tmp_path, corpus):
+def test_resume_uses_the_previous_checkpoint_if_the_last_is_removed(stopped, tmp_path, corpus):
     latest, resume = stopped
     for file in latest.iterdir():
         file.unlink()
@@ -366,17 +370,17 @@ def test_without_the_damaged_checkpoint_the_one_before_serves(stopped, tmp_path,
     assert resume() == train(tmp_path / "whole", get_recipe("fp16-master"), corpus)
 
 
-def test_a_checkpoint_of_another_model_is_refused(stopped, tmp_path, corpus):
+def test_checkpoint_of_another_model_raises(stopped, tmp_path, corpus):
     with pytest.raises(CheckpointError, match="cannot be loaded"):
-        train(tmp_path, get_recipe("fp16-master"), corpus, lambda: Tiny(width=8))
+        train(tmp_path, get_recipe("fp16-master"), corpus, lambda: TinyModel(width=8))
 
 
 # ---- data and models that cannot be used ------------------------------------------------------------------------
 
 
-def test_nan_in_the_data_is_the_datas_fault(tmp_path, corpus):
+def test_nan_in_the_data_raises_a_data_error(tmp_path, corpus):
     class Regression(Task):
-        """Float inputs, one of them NaN at step 3."""
+        """Float inputs, with a NaN at step 3."""
 
         def models(self):
             return {}
@@ -399,13 +403,13 @@ def test_nan_in_the_data_is_the_datas_fault(tmp_path, corpus):
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 2
 
 
-def test_a_model_with_other_outputs_is_refused(tmp_path, corpus):
+def test_model_with_wrong_output_shape_raises(tmp_path, corpus):
     with pytest.raises(ModelError, match=r"returned \(4, 16, 8\); expected logits of shape \(4, 16, 256\)"):
         train(tmp_path, get_recipe("fp32"), corpus, lambda: nn.Embedding(256, 8))
 
 
 @pytest.mark.slow
-def test_comparison_takes_recipes_of_the_callers_own_and_caches_the_baseline(tmp_path, corpus):
+def test_comparison_takes_user_recipes_and_reuses_the_baseline(tmp_path, corpus):
     options = {**SMALL, "baseline_seeds": 1, "data": str(corpus)}
     first = open_experiment(Experiment(recipes=("fp32",), **options), tmp_path / "one", resume=False)
     first.run()
@@ -414,5 +418,5 @@ def test_comparison_takes_recipes_of_the_callers_own_and_caches_the_baseline(tmp
     second.run()
     taken, trained = second.folder.metrics("fp32", 0), first.folder.metrics("fp32", 0)
     assert without_timings(taken) == without_timings(trained)
-    assert {row["seconds"] for row in taken if row["kind"] == "step"} == {None}  # it ran at another time
+    assert {row["seconds"] for row in taken if row["kind"] == "step"} == {None}  # copied runs have no timings
     assert final(second.folder.metrics("mine", 0)) is not None

@@ -1,4 +1,4 @@
-"""Models written from unit-scaled layers train in the lab with their own learning rates, and are not scaled again."""
+"""Models made of unit-scaled layers train in the lab with their own learning rates and are not scaled again."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def opened(corpus, model, recipe):
 
 @pytest.mark.quick("unit-gpt-tiny-umup-fp8")
 @pytest.mark.parametrize(("model", "recipe"), [("unit-gpt-tiny", "umup-fp8"), ("munit-gpt-tiny", "munit-fp8")])
-def test_a_unit_gpt_trains_in_the_lab(model, recipe, corpus, tmp_path):
+def test_unit_gpt_trains_in_the_lab(model, recipe, corpus, tmp_path):
     experiment, task = opened(corpus, model, recipe)
     trainer = Trainer(
         experiment, get_recipe(recipe), 0, task, lambda seed: build_model(model, task.models(), seed), tmp_path / "run"
@@ -43,7 +43,7 @@ def test_a_unit_gpt_trains_in_the_lab(model, recipe, corpus, tmp_path):
     assert losses[-1] < losses[0]
 
 
-def test_rates_follow_the_parametrization(corpus):
+def test_learning_rates_follow_the_parametrization(corpus):
     experiment, task = opened(corpus, "unit-gpt-tiny", "fp32")
     torch.manual_seed(0)
     model = build_model("unit-gpt-tiny", task.models(), 0)
@@ -54,7 +54,7 @@ def test_rates_follow_the_parametrization(corpus):
     assert rate[model.blocks[0].attention.qkv.weight] == pytest.approx(256**-0.5)
 
 
-def test_other_models_have_one_rate(corpus):
+def test_other_models_have_one_learning_rate(corpus):
     experiment, task = opened(corpus, "gpt-tiny", "fp32")
     groups = build_optimizer(experiment, build_model("gpt-tiny", task.models(), 0)).param_groups
     assert all("factor" not in group for group in groups)

@@ -1,4 +1,4 @@
-"""The sweep of benchmarks/unit_sweep.py: what it says of losses that are known, and what its control is."""
+"""benchmarks/unit_sweep.py: its results for known losses, and its control recipe."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ def sweep(monkeypatch):
 
 
 def losses(sweep, recipe, table):
-    """Runs of a recipe; `table` has the losses of seeds 0, 1 ... by learning rate."""
+    """Runs of a recipe; `table` gives the losses of seeds 0, 1, ... by learning rate."""
     return [
         sweep.Run("gpt", "adamw", recipe, rate, seed, loss)
         for rate, found in table.items()
@@ -30,14 +30,14 @@ def losses(sweep, recipe, table):
     ]
 
 
-def test_the_best_rate_is_that_of_the_smallest_mean_of_whole_rates(sweep):
+def test_best_rate_has_the_lowest_mean_without_divergence(sweep):
     found = sweep.best(losses(sweep, "fp32", {0.1: [3.0, 3.2], 0.2: [2.0, 2.2], 0.4: [1.0, None], 0.8: [0.5]}))
     assert (found.lr, found.mean, found.at_edge, found.runs, found.diverged) == (0.2, 2.1, False, 7, 1)
     assert sweep.best(losses(sweep, "fp32", {0.1: [3.0], 0.2: [2.0]})).at_edge
     assert sweep.best(losses(sweep, "fp32", {0.1: [None], 0.2: [None]})) is None
 
 
-def test_there_is_no_verdict_with_fewer_than_three_seeds(sweep):
+def test_verdict_needs_three_seeds(sweep):
     fp32 = {seed: 2.0 + 0.01 * seed for seed in range(3)}
     three = losses(sweep, "fp32", {0.1: list(fp32.values())})
     worse = losses(sweep, "bad", {0.1: [2.5, 2.51, 2.53], 0.2: [2.3, 2.31, 2.32]})
@@ -51,8 +51,8 @@ def test_there_is_no_verdict_with_fewer_than_three_seeds(sweep):
     assert list(lines)[2] == "`fp32`"
 
 
-def test_the_control_is_a_plain_cast(sweep):
-    """Not `fp8-cscale`, which scales its loss, keeps weights in fp16 and rounds to the fnuz formats."""
+def test_control_recipe_is_a_plain_cast(sweep):
+    """Unlike `fp8-cscale`, which scales its loss, stores weights in fp16 and rounds to the fnuz formats."""
     plain = sweep.recipe_of("fp8-plain")
     assert plain.loss_scale is None
     assert get_recipe("fp8-cscale").loss_scale is not None
@@ -61,16 +61,16 @@ def test_the_control_is_a_plain_cast(sweep):
     model, x = nn.Sequential(nn.Linear(16, 8)), torch.randn(4, 16) * 2.0**-7
     stock = nn.Linear(16, 8)
     stock.load_state_dict(model[0].state_dict())
-    halfstep.apply(model, replace(plain, rules=plain.rules[-1:]))  # its one layer is no head here
+    halfstep.apply(model, replace(plain, rules=plain.rules[-1:]))  # the only layer is not a head here
     e4m3 = formats.get("e4m3fn")
     expected = round_to(x, e4m3) @ round_to(stock.weight.detach(), e4m3).T + stock.bias.detach()
     torch.testing.assert_close(model(x).detach(), expected, rtol=2e-3, atol=1e-4)
     assert not torch.allclose(model(x).detach(), stock(x).detach(), rtol=2e-3, atol=1e-4)
     (2.0**-20 * model(x)).sum().backward()
-    assert not model[0].weight.grad.any()  # 2^-20 is zero in E5M2, and nothing scales it
+    assert not model[0].weight.grad.any()  # 2^-20 is zero in E5M2 without a scale
 
 
-def test_runs_are_trained_once_kept_and_drawn(sweep, tmp_path, monkeypatch):
+def test_runs_are_trained_once_saved_and_plotted(sweep, tmp_path, monkeypatch):
     fields = {"batch": 2, "context": 16, "steps": 3, "warmup": 1, "validations": 1, "statistics": 1, "checkpoints": 1}
     (tmp_path / "text.txt").write_text("some text to learn from\n" * 200)
     make = lambda: nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))  # noqa: E731

@@ -1,4 +1,4 @@
-"""The rule's edges: what matches, degrades, diverges, or cannot be told."""
+"""Edge cases of verdicts: matches, degrades, diverged, or cannot tell."""
 
 import dataclasses
 import statistics
@@ -50,11 +50,11 @@ def fp32(finals=WIDE):
 
 
 def worse_by(*gaps):
-    """Runs that end that much above fp32's, seed by seed."""
+    """Runs whose losses exceed fp32's by these relative gaps, seed by seed."""
     return {seed: finished(WIDE[seed] * (1 + gap)) for seed, gap in enumerate(gaps)}
 
 
-def test_the_band_is_two_standard_deviations():
+def test_band_is_two_standard_deviations():
     found = band(list(WIDE.values()))
     assert found.half_width == 2 * statistics.stdev(WIDE.values())
     assert (found.mean, found.seeds) == (pytest.approx(2.0), 3)
@@ -66,15 +66,15 @@ def test_the_band_is_two_standard_deviations():
     ("gaps", "status"),
     [
         ((0.001, 0.002, 0.003), MATCHES),
-        ((-0.2, -0.21, -0.19), MATCHES),  # better than fp32 is no degradation
+        ((-0.2, -0.21, -0.19), MATCHES),  # better than fp32 is not degraded
         ((0.018, 0.019, 0.020), DEGRADES),
         ((0.001, 0.002, 0.03), UNDECIDED),
         ((0.009, 0.010, 0.011), UNDECIDED),
-        ((0.005, 0.006), UNDECIDED),  # two seeds: 0.55% plus or minus 0.64%
+        ((0.005, 0.006), UNDECIDED),  # two seeds: 0.55% +- 0.64%
         ((0.0050, 0.0051), MATCHES),
     ],
 )
-def test_the_whole_interval_decides_however_far_fp32s_seeds_lie_apart(gaps, status):
+def test_verdict_is_decided_by_the_whole_paired_interval(gaps, status):
     verdict = judge("r", worse_by(*gaps), fp32())
     wanted = statistics.fmean(WIDE[seed] * gap for seed, gap in enumerate(gaps))
     assert verdict.status == status
@@ -83,14 +83,14 @@ def test_the_whole_interval_decides_however_far_fp32s_seeds_lie_apart(gaps, stat
     assert verdict.seeds_to_decide is None or (status == UNDECIDED and verdict.seeds_to_decide > len(gaps))
 
 
-def test_the_margin_is_the_experiments():
+def test_verdict_uses_the_given_margin():
     runs = worse_by(0.018, 0.019, 0.020)
     assert judge("r", runs, fp32(), margin=0.01).status == DEGRADES
     assert judge("r", runs, fp32(), margin=0.05).status == MATCHES
 
 
-def test_one_seed_borrows_the_spread_of_fp32():
-    """fp32's is 5% here: nobody can tell 1% by one seed. Where it is 0.01%, everybody can."""
+def test_single_seed_uses_the_spread_of_fp32():
+    """With fp32's spread of 5%, one seed cannot tell 1%; with 0.01% it can."""
     one = judge("r", worse_by(0.001), fp32())
     assert (one.status, one.paired_gap) == (UNDECIDED, pytest.approx(0.001))
     assert one.interval.high - one.paired_gap == pytest.approx(4.3027 * 2**0.5 * 0.1 / 1.9, rel=1e-4)
@@ -100,7 +100,7 @@ def test_one_seed_borrows_the_spread_of_fp32():
     assert judge("r", {0: finished(2.04)}, fp32(narrow)).status == DEGRADES
 
 
-def test_runs_that_are_fp32s_own_match_with_any_number_of_seeds():
+def test_runs_identical_to_fp32_match_with_any_number_of_seeds():
     same = judge("r", {0: finished(1.9)}, {0: finished(1.9)})
     assert (same.status, same.interval) == (MATCHES, Interval(0.0, 0.0))
     metric = Metric("accuracy", True, 1.0, judges=True)
@@ -109,18 +109,18 @@ def test_runs_that_are_fp32s_own_match_with_any_number_of_seeds():
         return [dict(row, metric=0.9) if row["kind"] == "validation" else row for row in finished(loss)]
 
     other = judge("r", {0: scored(1.8)}, {0: scored(1.9)}, metric)
-    assert (other.status, other.paired_gap, other.interval) == (UNDECIDED, 0.0, None)  # equal by chance is not the same
+    assert (other.status, other.paired_gap, other.interval) == (UNDECIDED, 0.0, None)  # equal by chance, not identical
     assert judge("r", {0: scored(1.9)}, {0: scored(1.9)}, metric).status == MATCHES
 
 
-def test_differences_that_are_all_alike_borrow_too():
-    """Of a metric of few values, equal differences say little about how far they spread."""
+def test_equal_differences_use_the_spread_of_fp32():
+    """For a metric of few values, equal differences say little about their spread."""
     found = difference({0: 0.9, 1: 0.8, 2: 0.7}, {0: 0.9, 1: 0.8, 2: 0.7}, higher_is_better=True)
     assert (found.status, found.gap) == (UNDECIDED, 0.0)
     assert found.interval.high == pytest.approx(4.3027 * 2**0.5 * 0.125 / 3**0.5, rel=1e-4)
 
 
-def test_two_single_seeds_cannot_tell_and_say_why():
+def test_two_single_seeds_are_undecided_with_a_reason():
     verdict = judge("r", {0: finished(9.0)}, {0: finished(2.0)})
     assert (verdict.status, verdict.paired_gap, verdict.interval) == (UNDECIDED, 3.5, None)
     assert enough(None, None) == "it takes two seeds to see how far seeds differ"
@@ -129,31 +129,31 @@ def test_two_single_seeds_cannot_tell_and_say_why():
 
 
 @pytest.mark.parametrize("baselines", [{}, {5: 2.0, 6: 2.0}, {0: 0.0, 1: 0.0}], ids=["none", "others", "zero"])
-def test_without_a_pair_there_is_no_verdict(baselines):
+def test_verdict_without_pairs_is_unmeasured(baselines):
     verdict = judge("r", {0: finished(9.0), 1: finished(8.0)}, fp32(baselines))
     assert (verdict.status, verdict.paired_gap, verdict.interval) == (UNMEASURED, None, None)
 
 
-def test_a_seed_near_zero_does_not_outweigh_the_others():
-    """Worse by 0.004 to 0.006 with every seed, where fp32 ends between 0.0003 and 0.006."""
+def test_seed_with_a_loss_near_zero_does_not_dominate():
+    """Worse by 0.004 to 0.006 with every seed, while fp32 ends between 0.0003 and 0.006."""
     fp32s = {0: 0.0057, 1: 0.0050, 2: 0.0048, 3: 0.0003}
     found = difference({0: 0.0107, 1: 0.0091, 2: 0.0100, 3: 0.0061}, fp32s)
     assert (found.status, found.gap) == (DEGRADES, pytest.approx(0.005025 / 0.00395))
 
 
-def test_losses_below_zero_are_worse_when_they_rise():
+def test_negative_losses_degrade_when_they_rise():
     verdict = difference({0: -1.9, 1: -1.91}, {0: -2.0, 1: -2.0})
     assert (verdict.status, verdict.gap) == (DEGRADES, pytest.approx(0.0475))
 
 
-def test_a_seed_without_a_counterpart_is_left_out_of_the_difference():
+def test_unpaired_seed_is_left_out_of_the_gap():
     verdict = judge("r", {2: finished(2.2), 7: finished(2.0)}, fp32())
     assert verdict.final_loss == pytest.approx(2.1)
     assert verdict.paired_gap == pytest.approx((2.2 - 2.1) / 2.1)
     assert (verdict.seeds, verdict.finals) == (2, {2: 2.2, 7: 2.0})
 
 
-def test_one_diverged_seed_is_a_diverged_recipe():
+def test_one_diverged_seed_makes_the_recipe_diverged():
     verdict = judge("r", {0: finished(2.0), 1: diverged(at=2)}, fp32())
     assert (verdict.status, verdict.diverged_at, verdict.first_nonfinite) == (DIVERGED, 2, "head.weight (gradient)")
     assert verdict.reason == "the loss is NaN"
@@ -164,20 +164,20 @@ def test_diverged_outranks_a_missing_baseline():
     assert judge("r", {0: diverged(at=1, tensor=None)}, {}).status == DIVERGED
 
 
-def test_the_last_update_can_diverge_too():
-    """No step looks at what the last update wrote; the validation after it does, and writes null."""
+def test_divergence_at_the_last_update_is_found():
+    """The last update is only seen by the following validation, which writes null."""
     verdict = judge("r", {0: finished(None)}, fp32())
     assert (verdict.status, verdict.diverged_at, verdict.first_nonfinite) == (DIVERGED, 3, None)
     assert "validation" in verdict.reason
 
 
 @pytest.mark.parametrize("rows", [[], finished(2.0)[:1], finished(2.0)[:-1]], ids=["empty", "begun", "no end"])
-def test_a_killed_run_is_not_finished(rows):
+def test_killed_run_is_unfinished(rows):
     assert final(rows) is None
     assert judge("r", {0: rows}, fp32()).status == UNFINISHED
 
 
-def test_a_recipe_is_judged_on_the_seeds_that_finished():
+def test_recipe_is_judged_on_finished_seeds():
     verdict = judge("r", {0: finished(2.0), 1: finished(9.0)[:-1]}, fp32(dict.fromkeys(range(3), 2.0)))
     assert (verdict.status, verdict.final_loss) == (MATCHES, 2.0)
 
@@ -191,8 +191,8 @@ def test_times_are_medians_without_the_first_step():
     assert judge("r", {}, {}).ms_per_step is None
 
 
-def test_where_the_metric_judges_the_loss_does_not():
-    """Higher is better here: a recipe that ends lower degrades, whatever its loss."""
+def test_judging_metric_overrides_the_loss():
+    """Higher is better: a recipe with a lower metric degrades, whatever its loss."""
     metric = Metric("mAP", higher_is_better=True, best=1.0, judges=True)
 
     def rows(loss, value):
@@ -215,7 +215,7 @@ def test_where_the_metric_judges_the_loss_does_not():
     assert "below a loss of 2.5%" in rule(None, 0.025)
 
 
-def test_a_verdict_is_data():
+def test_verdict_converts_to_data():
     data = judge("r", worse_by(0.001, 0.002, 0.003), fp32()).to_dict()
     assert data["interval"].keys() == {"low", "high"}
     assert set(data["finals"]) == {"0", "1", "2"}

@@ -1,4 +1,4 @@
-"""Fits find the constants that made the data, as well as their noise allows."""
+"""Fits recover the constants that generated the data, as precisely as the noise allows."""
 
 import itertools
 import statistics
@@ -23,7 +23,7 @@ def cells(noise=0.0, seed=0, grid=GRID):
     ]
 
 
-def test_constants_are_found_again():
+def test_constants_are_recovered():
     found = fit_loss(cells(), resamples=0)
     assert found.constants["gamma"] == pytest.approx(2.6745, rel=1e-3)
     assert found.constants["offset"] == pytest.approx(0.3037, abs=1e-3)
@@ -36,7 +36,7 @@ def test_constants_are_found_again():
 
 
 @pytest.mark.slow
-def test_noise_of_a_run_leaves_the_constants_as_unsure_as_the_interval_says():
+def test_intervals_equal_the_spread_over_noisy_runs():
     found = [fit_loss(cells(0.002, seed), resamples=0).constants["gamma"] for seed in range(12)]
     spread = statistics.stdev(found)
     low, high = fit_loss(cells(0.002), resamples=60).intervals["gamma"]
@@ -44,7 +44,7 @@ def test_noise_of_a_run_leaves_the_constants_as_unsure_as_the_interval_says():
     assert 0.5 < (high - low) / (4 * spread) < 2
 
 
-def test_bits_that_make_no_difference_are_said():
+def test_bits_without_effect_raise():
     same = [Cell(n, d, p, KUMAR.loss(n, d)) for n, d, p in GRID]
     with pytest.raises(
         LawError, match=r"the bits make no difference that these 140 runs show: between 3 and 12 of them"
@@ -59,7 +59,7 @@ def damages(noise=0.0):
     return [Damage(n, d, p, KUMAR.damage(n, d, p) * np.exp(noise * generator.normal())) for n, d, p in grid]
 
 
-def test_damage_is_found_again():
+def test_damage_constants_are_recovered():
     found = fit_damage(damages(), resamples=0)
     post = found.constants
     assert (post["tokens"], post["parameters"], post["gamma"]) == pytest.approx((0.5068, 0.3439, 0.5907), rel=1e-4)
@@ -69,7 +69,7 @@ def test_damage_is_found_again():
     assert all(noisy.intervals[name][0] < post[name] < noisy.intervals[name][1] for name in ("tokens", "gamma"))
 
 
-def test_too_few_runs_are_refused_and_the_missing_ones_named():
+def test_too_few_runs_raise_and_name_the_missing_ones():
     few = [cell for cell in cells() if cell.parameters in SIZES[:2] and cell.tokens < 3e9]
     with pytest.raises(LawError) as said:
         fit_loss(few)
@@ -83,13 +83,13 @@ def test_too_few_runs_are_refused_and_the_missing_ones_named():
         fit_loss([])
 
 
-def test_rounding_that_did_no_harm_has_no_logarithm():
+def test_nonpositive_damage_raises():
     wrong = [*damages()[:-1], replace(damages()[-1], damage=-1e-4)]
     with pytest.raises(LawError, match=r"1 of 60 damages are not positive, the first Damage\(.*fewer bits"):
         fit_damage(wrong)
 
 
-def test_least_squares_is_downhill_to_the_bottom():
+def test_least_squares_recovers_an_exponential():
     x = np.linspace(0, 3, 40)
     data = 2.5 * np.exp(-1.3 * x) + 0.7
     found = least_squares(lambda p: p[0] * np.exp(-p[1] * x) + p[2] - data, np.array([1.0, 0.5, 0.0]))

@@ -1,4 +1,4 @@
-"""The published law against the paper's figures, and against searches that do without its closed forms."""
+"""The published law against the paper's figures, and against numerical searches instead of its closed forms."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ def alike(bits):
 
 
 def test_best_bits_need_the_offsets():
-    """7 to 8 bits is the paper's; its equation 4 as printed gives less than 4."""
+    """The paper's 7 to 8 bits; its equation 4 as printed gives less than 4."""
     assert KUMAR.best_bits() == pytest.approx(7.00, abs=0.01)
     assert KUMAR.without_offsets().best_bits() == pytest.approx(3.47, abs=0.01)
     gamma = sum(width.gamma for width in KUMAR.widths.values()) / 3
@@ -28,7 +28,7 @@ def test_best_bits_need_the_offsets():
     assert averaged.best_bits() / gamma == pytest.approx(1.9038, abs=1e-3)  # 3x = e^x - 1
 
 
-def test_shares():
+def test_effective_parameter_shares_equal_published():
     assert [round(KUMAR.share(alike(bits)), 2) for bits in (4, 8)] == [0.19, 0.83]
     assert KUMAR.share(alike(16)) == pytest.approx(0.994, abs=5e-4)
     plain = KUMAR.without_offsets()
@@ -39,7 +39,7 @@ def test_shares():
 @pytest.mark.parametrize(
     ("parameters", "expected"), [(30e6, (0.586, 0.108, 0.0198, 0.0036)), (220e6, (0.295, 0.054, 0.0100, 0.0018))]
 )
-def test_damage_after_training(parameters, expected):
+def test_damage_after_training_equals_published(parameters, expected):
     found = [KUMAR.damage(parameters, 26e9, bits) for bits in (3, 4, 5, 6)]
     assert found == pytest.approx(expected, rel=0.03)
 
@@ -52,18 +52,18 @@ def test_damage_rises_with_data_and_falls_with_size_and_bits():
 
 
 @pytest.mark.parametrize(("bits", "ratio"), [(3, 177), (4, 959), (5, 5.2e3), (6, 2.8e4), (8, 8.2e5)])
-def test_more_tokens_do_harm_beyond(bits, ratio):
-    """The sheet's tokens a parameter; and there the loss after rounding is lowest, by a search."""
+def test_harmful_tokens_equal_published_and_minimize_the_loss(bits, ratio):
+    """The paper's tokens per parameter; by a search, the loss after rounding is lowest there."""
     tokens = KUMAR.harmful_tokens(30e6, bits)
     assert tokens / 30e6 == pytest.approx(ratio, rel=0.02)
     around = [KUMAR.loss(30e6, tokens * factor, post=bits) for factor in (0.8, 1.0, 1.25)]
     assert around[1] < min(around[0], around[2])
 
 
-def test_best_for_a_budget_is_what_a_search_finds():
+def test_best_for_a_budget_equals_a_search():
     for compute in (1e19, 1e22):
         bits, parameters, tokens = KUMAR.best_for(compute)
-        assert bits == pytest.approx(KUMAR.best_bits(), abs=1e-3)  # whatever the compute
+        assert bits == pytest.approx(KUMAR.best_bits(), abs=1e-3)  # for any compute
         assert 6 / 16 * parameters * tokens * bits == pytest.approx(compute)
         best = KUMAR.loss(parameters, tokens, alike(bits))
         for more, other in itertools.product((0.9, 1.0, 1.1), (6.5, bits, 7.5)):
@@ -72,8 +72,8 @@ def test_best_for_a_budget_is_what_a_search_finds():
                 assert KUMAR.loss(size, compute * 16 / 6 / other / size, alike(other)) > best
 
 
-def test_without_effective_parameters_there_is_no_loss():
-    assert KUMAR.loss(1e8, 1e10, {"activations": 3}) == math.inf  # 3 bits: unstable, and left out of the paper's fits
+def test_loss_without_effective_parameters_is_infinite():
+    assert KUMAR.loss(1e8, 1e10, {"activations": 3}) == math.inf  # 3 bits: unstable, and excluded from the paper's fits
 
 
 @pytest.mark.parametrize(
@@ -88,6 +88,6 @@ def test_without_effective_parameters_there_is_no_loss():
         (lambda: replace(KUMAR, a=0.4).best_bits(), "a = 0.4 and b = 0.4965 differ: the best bits depend on the comp"),
     ],
 )
-def test_what_means_nothing_is_refused(call, said):
+def test_invalid_arguments_raise(call, said):
     with pytest.raises(LawError, match=said):
         call()

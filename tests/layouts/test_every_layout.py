@@ -1,4 +1,4 @@
-"""Every layout: its tensors stand for the values that the quantizer made, and give back the same codes and scales."""
+"""Every layout: its tensors represent the quantizer's values, and give back the same codes and scales."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from tiny import assert_same
 
 
 def quantizers():
-    """Every recipe's weight quantizer, those of the block formats, and some that no recipe has."""
+    """Every recipe's weight quantizer, those of the block formats, and others."""
     rules = [rule.linear.output.rhs for name in list_recipes() for rule in get_recipe(name).rules]
     found = [q.plain for q in rules if q is not None]
     found += [get_quantizer(name) for name in formats.block_names()]
@@ -38,7 +38,7 @@ PAIRS = [
 
 
 def matrix(rows, columns):
-    """Numbers of many sizes, with a tile of zeros and rows of one sign."""
+    """Values of many magnitudes, with a tile of zeros and a row of one sign."""
     torch.manual_seed(0)
     x = torch.randn(rows, columns) * torch.logspace(-6, 2, rows)[:, None] * torch.logspace(0, 3, columns)
     x[: min(rows, 128), : min(columns, 128)] = 0
@@ -49,8 +49,8 @@ def matrix(rows, columns):
 E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def meant(tensors, layout, shape):
-    """The values of a layout's tensors, read as its page says: no function of halfstep's is asked."""
+def decoded_values(tensors, layout, shape):
+    """The values of a layout's tensors, decoded from its documentation without halfstep's functions."""
     rows, columns = shape
     if "weight_packed" in tensors:
         packed = tensors["weight_packed"].long()
@@ -69,15 +69,15 @@ def meant(tensors, layout, shape):
 
 @pytest.mark.quick("shape1")
 @pytest.mark.parametrize("shape", [(128, 256), (384, 128), pytest.param((256, 640), marks=pytest.mark.slow)])
-def test_values_and_codes_survive(shape):
-    """Bit for bit; of two levels within the rounding of a reciprocal."""
+def test_values_and_codes_roundtrip(shape):
+    """Equal bit for bit, or for two-level scales up to the rounding of a reciprocal."""
     assert len(PAIRS) > 40
     for name, quantizer in PAIRS:
         layout = get_layout(name)
         made = stored(matrix(*shape), quantizer)
         tensors = layout.tensors(made)
         assert set(tensors) == set(layout.parts)
-        values, ours = meant(tensors, layout, shape), made.dequantize(torch.float64)
+        values, ours = decoded_values(tensors, layout, shape), made.dequantize(torch.float64)
         if name == "nvfp4":
             torch.testing.assert_close(values, ours, rtol=2.0**-22, atol=0)
         else:
@@ -86,7 +86,7 @@ def test_values_and_codes_survive(shape):
         assert_same(again.tensors, made.tensors)
 
 
-def test_what_a_layout_does_not_hold():
+def test_unsupported_quantizers_are_refused_with_a_reason():
     words = {
         ("fp8-tensor", "fp8_128x128"): r"its tile \(128x128\) is not made of whole tiles of whole tensor",
         ("fp8-block", "fp8_1x128"): r"its tile \(1x128\) is not made of whole tiles of 128x128",
@@ -109,7 +109,7 @@ def test_what_a_layout_does_not_hold():
     assert get_layout("fp8-channel").refusal(replace(get_quantizer("llm_int8"))) is not None
 
 
-def test_tensors_of_other_sizes_are_refused():
+def test_tensors_of_wrong_shapes_raise():
     layout, quantizer = get_layout("mxfp8"), get_quantizer("mxfp8")
     made = stored(matrix(128, 256), quantizer)
     tensors = layout.tensors(made)
@@ -126,8 +126,8 @@ def test_tensors_of_other_sizes_are_refused():
         nv.quantized(nv.tensors(found), two, (128, 256), torch.float32, "0x1p0")
 
 
-def test_scales_that_are_no_powers_of_two_do_not_become_such():
-    """A float32 scale that was edited, where the quantizer's are powers of two."""
+def test_scale_that_is_no_power_of_two_raises():
+    """A float32 scale edited to 3, where the quantizer's are powers of two."""
     layout, quantizer = get_layout("fp8-block"), get_quantizer("fp8_128x128", scale="rceil")
     tensors = layout.tensors(stored(matrix(128, 256), quantizer))
     tensors["weight_scale"][0, 0] = 3
@@ -135,7 +135,7 @@ def test_scales_that_are_no_powers_of_two_do_not_become_such():
         layout.quantized(tensors, quantizer, (128, 256), torch.float32, None)
 
 
-def test_sizes_and_dtypes_in_words():
+def test_sizes_and_dtypes_are_parsed():
     assert [size_of(text) for text in ("5GB", "300 MB", "7", 7, "2kb", "9B")] == [5 * 10**9, 3 * 10**8, 7, 7, 2000, 9]
     for wrong in ("5GiB", "", "-1", 0, "GB", 1.5):
         with pytest.raises(CheckpointError, match=r"expected a number of bytes, or one such as 5GB"):
