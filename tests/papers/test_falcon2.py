@@ -1,4 +1,4 @@
-"""examples/papers/falcon2.py: the noisy quadratic against its exact excess, spikes by hand, and the page's figures."""
+"""examples/papers/falcon2.py: its noisy quadratic against the exact excess, spikes, and the documented figures."""
 
 import importlib
 import json
@@ -22,8 +22,8 @@ def falcon2(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_noisy_quadratic_has_the_excess_that_its_rate_and_batch_leave(falcon2):
-    """x - rate (x + noise / sqrt(B)) has the variance rate / (2 - rate) / B; Adam divides by the noise's size."""
+def test_noisy_quadratic_has_the_expected_excess(falcon2):
+    """x - rate (x + noise / sqrt(B)) has variance rate / (2 - rate) / B; Adam divides by the noise's magnitude."""
 
     def variance(rate, batch):
         return rate / (2 - rate) / batch
@@ -37,15 +37,15 @@ def test_a_noisy_quadratic_has_the_excess_that_its_rate_and_batch_leave(falcon2)
     assert adam["batch doubled"] == pytest.approx(2**-0.5, rel=0.05)
 
 
-def test_spikes_are_counted_against_the_window_before_them(falcon2):
+def test_spikes_are_relative_to_the_preceding_window(falcon2):
     calm = [0.0, 1.0] * 25
     assert falcon2.spikes([*calm, 1.9]) == {"count": 0, "largest": 1.4}
     assert falcon2.spikes([*calm, 5.0, 1.0]) == {"count": 1, "largest": 4.5}
 
 
 @pytest.mark.slow
-def test_curated_text_is_as_much_wherever_it_comes(falcon2, monkeypatch):
-    """The stages' contexts, and the texts that batches are drawn from, step by step."""
+def test_amount_of_curated_text_does_not_depend_on_its_position(falcon2, monkeypatch):
+    """The stages' contexts, and the texts that batches come from, step by step."""
     drawn = []
     texts = falcon2.corpora()
 
@@ -65,8 +65,8 @@ def test_curated_text_is_as_much_wherever_it_comes(falcon2, monkeypatch):
     assert counts == {"stages": [18, 19], "curated text spread": [9, 19], "no curated text": []}
 
 
-@pytest.mark.slow  # seconds
-def test_the_study_resumes(tmp_path, capsys, monkeypatch):
+@pytest.mark.slow  # takes seconds
+def test_falcon2_study_resumes(tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(PAPERS)
     printed = []
     for _ in range(2):
@@ -76,7 +76,7 @@ def test_the_study_resumes(tmp_path, capsys, monkeypatch):
     assert printed[0].endswith(printed[1]), "finished runs are kept"
 
 
-def test_the_page_shows_what_was_kept():
+def test_documentation_shows_the_falcon2_results():
     runs = json.loads((ROOT / "benchmarks" / "results" / "falcon2.json").read_text())["runs"]
     page = (ROOT / "docs" / "papers.md").read_text()
     for plan in ("stages", "128 throughout", "curated text spread", "stages, mxfp4"):

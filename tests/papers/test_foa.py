@@ -1,4 +1,4 @@
-"""FOA's search, shift and rival do what the paper says, on a model in int8."""
+"""examples/papers/foa.py: FOA's search and shift, and Tent, work as published, on an int8 model."""
 
 import importlib
 import json
@@ -29,8 +29,8 @@ def digits(foa):
     return foa.images(False, 128, torch.Generator().manual_seed(1))[0]
 
 
-@pytest.mark.slow  # of a study
-def test_foa_searches_as_cma_es_does(foa):
+@pytest.mark.slow  # tests a study
+def test_foa_search_equals_cma_es(foa):
     target = torch.linspace(-1, 1, 21).view(3, 7)
 
     class Sphere(foa.Foa):
@@ -44,8 +44,8 @@ def test_foa_searches_as_cma_es_does(foa):
         assert evaluations < 3000
 
 
-@pytest.mark.slow  # of a study
-def test_foa_adapts_an_int8_model_and_changes_no_weight(foa, digits):
+@pytest.mark.slow  # tests a study
+def test_foa_adapts_an_int8_model_without_changing_weights(foa, digits):
     torch.manual_seed(0)
     small = foa.Transformer()
     foa.halfstep.quantize_model(small, foa.int8())
@@ -63,8 +63,8 @@ def test_foa_adapts_an_int8_model_and_changes_no_weight(foa, digits):
     assert all(torch.equal(value, before[name]) for name, value in small.state_dict().items())
 
 
-@pytest.mark.slow  # of a study
-def test_foa_shifts_the_last_feature_to_that_of_training_images(foa, digits):
+@pytest.mark.slow  # tests a study
+def test_foa_shifts_the_last_feature_to_the_training_mean(foa, digits):
     torch.manual_seed(0)
     model = foa.Transformer().requires_grad_(False)
     shift, x = foa.Foa(model, digits, seed=0, prompts=False), foa.corrupted(digits, "contrast", 0.1, None)
@@ -76,8 +76,8 @@ def test_foa_shifts_the_last_feature_to_that_of_training_images(foa, digits):
     assert float((first - source).abs().max()) > 1e-2
 
 
-@pytest.mark.slow  # of a study
-def test_tent_changes_the_norms_of_a_copy_alone(foa, digits):
+@pytest.mark.slow  # tests a study
+def test_tent_changes_only_norms_of_a_copy(foa, digits):
     torch.manual_seed(0)
     model = foa.Transformer()
     tent = foa.Tent(model.requires_grad_(False), 1.0)
@@ -88,9 +88,9 @@ def test_tent_changes_the_norms_of_a_copy_alone(foa, digits):
     assert all("norm" in name for name in moved)
 
 
-@pytest.mark.slow  # of a study
+@pytest.mark.slow  # tests a study
 @pytest.mark.parametrize(("kind", "amount"), [("noise", 0.5), ("blur", 1.0), ("contrast", 0.5), ("shift", 2)])
-def test_a_corruption_does_what_its_amount_says(foa, digits, kind, amount):
+def test_corruptions_follow_their_amount(foa, digits, kind, amount):
     x = foa.corrupted(digits, kind, amount, torch.Generator().manual_seed(0))
     assert x.shape == digits.shape
     if kind == "noise":
@@ -113,7 +113,7 @@ def test_a_corruption_does_what_its_amount_says(foa, digits, kind, amount):
         torch.testing.assert_close(by.norm(dim=0), torch.full((64,), float(amount)), rtol=0, atol=0.1)
 
 
-def test_the_page_on_foa_shows_what_was_kept():
+def test_documentation_shows_the_foa_results():
     page = (ROOT / "docs" / "papers.md").read_text()
     kept = json.loads((ROOT / "benchmarks" / "results" / "foa.json").read_text())
     clean = [run["FOA, int8"] for name, run in kept["runs"].items() if name.startswith("clean")]
@@ -125,5 +125,5 @@ def test_the_page_on_foa_shows_what_was_kept():
     assert f"{search['low']:.3f} to {search['high']:+.3f}" in page
     held = {name: each["peak"] + each["search"] for name, each in kept["runs"]["bytes (192, 12, 32)"].items()}
     assert f"Memory: {held['TENT, fp32'] / held['FOA, int8']:.1f} times less" in page
-    # entropy alone is worse than with the statistics, as in the paper
+    # with entropy only it is worse than with statistics, as in the paper
     assert kept["gains"]["FOA, int8, harder - entropy alone, int8, harder"]["low"] > 0

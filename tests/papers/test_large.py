@@ -1,4 +1,4 @@
-"""examples/papers/large.py: bytes counted by hand, values rounded by hand, and a page that shows what was kept."""
+"""examples/papers/large.py: byte counts, rounded values, and the documented figures."""
 
 import importlib
 import json
@@ -31,7 +31,7 @@ def parts(model):
 
 
 @pytest.mark.slow
-def test_bytes_are_those_of_codes_scales_and_what_is_left(large):
+def test_bytes_count_codes_scales_and_unquantized_parameters(large):
     torch.manual_seed(0)
     model = GPT(256, 64, 1, 16, 4)
     matrices, vectors = parts(model)
@@ -47,7 +47,7 @@ def test_bytes_are_those_of_codes_scales_and_what_is_left(large):
     assert pruned[1] == pytest.approx(2 * (left + vectors) + numbers / 8, abs=2)
 
 
-def test_integers_are_multiples_of_their_blocks_largest(large):
+def test_int4_values_are_multiples_of_the_block_step(large):
     torch.manual_seed(0)
     model = GPT(256, 64, 1, 64, 4)
     rounded = large.smaller(model, "int4")[0]
@@ -57,7 +57,7 @@ def test_integers_are_multiples_of_their_blocks_largest(large):
     torch.testing.assert_close(rounded.blocks[0].mlp[2].weight.detach(), expected.view(64, 256))
 
 
-def test_costs_are_compared_at_a_loss_between_two_budgets(large):
+def test_costs_are_interpolated_at_a_common_loss(large):
     def runs(*points):
         return {
             (16, share): [{"bf16": loss, "int4": loss + cost}]
@@ -70,8 +70,8 @@ def test_costs_are_compared_at_a_loss_between_two_budgets(large):
     assert large.front({(1, "a"): (10, 3.0), (2, "a"): (20, 3.1), (2, "b"): (15, 2.0)}) == [(1, "a"), (2, "b")]
 
 
-@pytest.mark.slow  # seconds
-def test_the_study_resumes(tmp_path, capsys, monkeypatch):
+@pytest.mark.slow  # takes seconds
+def test_large_study_resumes(tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(PAPERS)
     printed = []
     for _ in range(2):
@@ -83,7 +83,7 @@ def test_the_study_resumes(tmp_path, capsys, monkeypatch):
     assert len(kept["runs"]) == 1 + 2 * 2 * 2
 
 
-def test_the_page_shows_what_was_kept():
+def test_documentation_shows_the_large_results():
     runs = json.loads((ROOT / "benchmarks" / "results" / "large.json").read_text())["runs"]
     page = (ROOT / "docs" / "papers.md").read_text()
     for width in (16, 32, 64, 128):

@@ -1,4 +1,4 @@
-"""MosaicBERT's changes of the lab's BERT do what the paper says."""
+"""examples/papers/mosaicbert.py: MosaicBERT's changes to the lab's BERT work as published."""
 
 import importlib
 import json
@@ -41,9 +41,9 @@ def made(mosaic, *changes, like=None):
     return model.requires_grad_(False)
 
 
-@pytest.mark.slow  # of a study
+@pytest.mark.slow  # tests a study
 @pytest.mark.parametrize("more", [(), ("ALiBi", "GLU")])
-def test_mosaicbert_without_padding_computes_the_same(mosaic, words, more):
+def test_unpadding_does_not_change_features(mosaic, words, more):
     padded = made(mosaic, *more)
     packed = made(mosaic, "unpadding", *more, like=padded)
     real = words != mosaic.PAD
@@ -57,15 +57,15 @@ def test_mosaicbert_without_padding_computes_the_same(mosaic, words, more):
     losses = [model(shown, targets) for model in (padded, packed)]
     torch.testing.assert_close(*losses)
     assert float(losses[0]) == pytest.approx(math.log(mosaic.WORDS), abs=0.2)
-    for model in (padded, packed):  # what padding holds does not matter
+    for model in (padded, packed):  # the contents of padding do not matter
         model.embeddings.word_embeddings.weight[mosaic.PAD] = 5.0
         torch.testing.assert_close(model.embeddings.word_embeddings(words)[~real], torch.full((384 - 218, 128), 5.0))
     torch.testing.assert_close(padded.features(words)[0][real.flatten()], expected[real.flatten()])
     torch.testing.assert_close(packed.features(words)[0][is_word], found[is_word])
 
 
-@pytest.mark.slow  # of a study
-def test_rows_are_filled_up_to_a_multiple_of_64():
+@pytest.mark.slow  # tests a study
+def test_rows_are_padded_to_a_multiple_of_64():
     rows, keep = load("mosaic").rows, torch.zeros(200, dtype=torch.bool)
     keep[[3, 70, 199]] = True
     assert rows(keep)[:5].tolist() == [3, 70, 199, 0, 1]
@@ -74,8 +74,8 @@ def test_rows_are_filled_up_to_a_multiple_of_64():
     assert sorted(rows(~keep).tolist()) == list(range(200))
 
 
-@pytest.mark.slow  # of a study
-def test_mosaicberts_alibi_sees_distances_alone(mosaic, words):
+@pytest.mark.slow  # tests a study
+def test_alibi_depends_only_on_distances(mosaic, words):
     assert load("mosaic").slopes(8).tolist() == [2.0**-h for h in range(1, 9)]
     alibi = made(mosaic, "ALiBi")
     bias = alibi.bias(torch.ones(1, 64, dtype=torch.bool))[0]
@@ -88,8 +88,8 @@ def test_mosaicberts_alibi_sees_distances_alone(mosaic, words):
     assert float((learned.features(whole.flip(1))[0].flip(0) - learned.features(whole)[0]).abs().max()) > 0.1
 
 
-@pytest.mark.slow  # of a study
-def test_mosaicberts_changes_have_the_parameters_they_should(mosaic):
+@pytest.mark.slow  # tests a study
+def test_parameter_counts_of_mosaicberts_changes(mosaic):
     d, inner = 128, 4 * 128
     plain = sum(p.numel() for p in made(mosaic).parameters())
     counts = {change: sum(p.numel() for p in made(mosaic, change).parameters()) - plain for change in mosaic.CHANGES}
@@ -104,8 +104,8 @@ def test_mosaicberts_changes_have_the_parameters_they_should(mosaic):
     assert mosaic.Mosaic(("vocabulary",)).cls["predictions"].decoder.out_features % 64 == 0
 
 
-@pytest.mark.slow  # of a study
-def test_mosaicberts_norms_are_in_bf16_under_autocast_alone(mosaic):
+@pytest.mark.slow  # tests a study
+def test_bf16_norms_are_bf16_only_under_autocast(mosaic):
     model, x = made(mosaic, "bf16 norms"), torch.randn(3, 128)
     norms = [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm)]
     assert {type(norm) for norm in norms} == {load("mosaic").NarrowNorm}
@@ -117,8 +117,8 @@ def test_mosaicberts_norms_are_in_bf16_under_autocast_alone(mosaic):
     torch.testing.assert_close(narrow.float(), norms[0](x), rtol=0, atol=0.04)
 
 
-@pytest.mark.slow  # of a study
-def test_mosaicbert_masks_the_share_it_is_given(mosaic):
+@pytest.mark.slow  # tests a study
+def test_mosaicbert_masks_the_given_share(mosaic):
     words = torch.randint(3, mosaic.WORDS, (2000, 64), generator=torch.Generator().manual_seed(0))
     shown, targets = mosaic.masked(words, 0.3, torch.Generator().manual_seed(1))
     chosen = targets != -100
@@ -130,13 +130,13 @@ def test_mosaicbert_masks_the_share_it_is_given(mosaic):
     assert float((shown[chosen] == words[chosen]).float().mean()) == pytest.approx(0.1, abs=0.01)
 
 
-@pytest.mark.slow  # of a study
-def test_a_front_has_what_nothing_beats(mosaic):
+@pytest.mark.slow  # tests a study
+def test_front_is_pareto_optimal(mosaic):
     points = {"a": (1.0, 3.0), "b": (2.0, 2.0), "c": (2.0, 2.5), "d": (3.0, 1.0), "e": (1.0, 3.0)}
     assert mosaic.front(points) == ["a", "b", "d", "e"]
 
 
-def test_the_page_on_mosaicbert_shows_what_was_kept():
+def test_documentation_shows_the_mosaicbert_results():
     page = (ROOT / "docs" / "papers.md").read_text()
     kept = json.loads((ROOT / "benchmarks" / "results" / "mosaicbert.json").read_text())
     for change, means in kept["means"].items():

@@ -1,4 +1,4 @@
-"""Models with one fault each, and one with none."""
+"""Models with one planted fault each, and a healthy one."""
 
 import math
 
@@ -11,7 +11,7 @@ WIDTH = 16
 
 
 class GatedFFN(nn.Module):
-    """T5's: the product of the two halves goes into `wo`."""
+    """T5's gated MLP: the product of the two halves is the input of `wo`."""
 
     def __init__(self, gain=1.0):
         super().__init__()
@@ -28,7 +28,7 @@ class GatedFFN(nn.Module):
 
 
 class Attention(nn.Module):
-    """One head; `gain` on queries and keys alone, so that the logits are large and nothing else is."""
+    """One attention head; `gain` multiplies queries and keys only, so that only the logits are large."""
 
     def __init__(self, gain=1.0, fused=False):
         super().__init__()
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block of a transformer."""
+    """A transformer's residual block."""
 
     def __init__(self, attention=None, ffn=None):
         super().__init__()
@@ -83,7 +83,7 @@ def healthy():
 
 
 def wide_ffn():
-    """The input of the second block's `wo` is beyond 65504, what it returns is not."""
+    """The input of the second block's `wo` exceeds 65504, its output does not."""
     return Model(Block(), Block(ffn=GatedFFN(gain=400.0)))
 
 
@@ -92,12 +92,12 @@ def large_logits(fused):
 
 
 def tiny_embedding():
-    """Values near 2^-30, which the forward multiplies again (Gemma multiplies by the root of the width)."""
+    """Embeddings near 2^-30, multiplied back in the forward (as Gemma multiplies by the root of the width)."""
     return Model(Block(), Block(), embedding=2.0**-30, scale=2.0**30)
 
 
 class Gradient(torch.autograd.Function):
-    """The identity; its gradient is multiplied."""
+    """The identity, with its gradient multiplied by `factor`."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -110,7 +110,7 @@ class Gradient(torch.autograd.Function):
 
 
 class Slope(nn.Module):
-    """A residual block whose branch is steep: its gradient is `factor` times what it would be."""
+    """A residual block with a steep branch: its gradient is multiplied by `factor`."""
 
     def __init__(self, factor):
         super().__init__()
@@ -122,12 +122,12 @@ class Slope(nn.Module):
 
 
 def steep():
-    """The forward's residual stream stays small (scaled to peak near 350); backwards it overflows without any scale."""
+    """The residual stream stays small (peak near 350); its gradient overflows even without a loss scale."""
     return Model(Slope(1e4), Slope(1e4), Slope(1e4), embedding=50.0)
 
 
 class TwoEnds(nn.Module):
-    """One branch's gradients are 2^46 times another's: each fits fp16 at some loss scale, the two at none."""
+    """One branch's gradients are 2^46 times the other's: each fits fp16 at some loss scale, but not both at one."""
 
     def __init__(self):
         super().__init__()

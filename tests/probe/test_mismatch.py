@@ -1,4 +1,4 @@
-"""Trainer and rollout compared: against log-probabilities taken by hand, over batch sizes and padding, and mistakes."""
+"""`mismatch` between trainer and rollout: against separate log-probabilities, over batch sizes, padding, bad input."""
 
 import copy
 import json
@@ -18,7 +18,7 @@ from tiny import RECIPES, SMOOTH, Gated, fast_and_every
 
 
 class Causal(nn.Module):
-    """Embedding, two blocks with attention to what is before, head."""
+    """An embedding, two blocks with causal attention, and a head."""
 
     def __init__(self, width=32, vocabulary=48):
         super().__init__()
@@ -53,7 +53,7 @@ def logits(model, recipe, x):
         return own.eval()(x).double()
 
 
-def test_figures_are_those_of_log_probabilities_by_hand():
+def test_figures_equal_separately_computed_log_probabilities():
     model, x = Causal(), [tokens(), tokens(seed=2)]
     before = copy.deepcopy(model.state_dict())
     found = halfstep.mismatch(model, x, "bf16-mixed", "fp8-current")
@@ -66,13 +66,13 @@ def test_figures_are_those_of_log_probabilities_by_hand():
     assert 0 < found.difference <= found.difference_most <= largest
     assert found.ratio_least < 1 < found.ratio_most
     expected = (p.softmax(-1) * (q.log_softmax(-1) - p.log_softmax(-1)).abs()).sum(-1)
-    assert found.difference == pytest.approx(float(expected.mean()), rel=0.3)  # of tokens drawn
+    assert found.difference == pytest.approx(float(expected.mean()), rel=0.3)  # sampled tokens
     assert (found.clipped > 0) is (found.ratio_least < 0.8 or found.ratio_most > 1.2)
     assert halfstep.mismatch(model, x, "bf16-mixed", "fp8-current", clip=found.difference / 2).clipped > 0.4
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_the_layer_where_it_begins():
+def test_first_differing_layer_is_named():
     model = Causal()
     served = copy.deepcopy(model)
     with torch.no_grad():
@@ -85,7 +85,7 @@ def test_the_layer_where_it_begins():
     assert not any(module._forward_hooks for module in served.modules())
 
 
-def test_the_same_on_both_sides_is_nothing_and_fp16_is_nearer_than_bf16():
+def test_equal_recipes_have_no_mismatch_and_fp16_less_than_bf16():
     model, x = Causal(), [tokens()]
     same = halfstep.mismatch(model, x, "bf16-mixed", "bf16-mixed")
     assert (same.kl_most, same.difference_most, same.ratio_least, same.ratio_most, same.begins) == (0, 0, 1, 1, None)
@@ -96,18 +96,18 @@ def test_the_same_on_both_sides_is_nothing_and_fp16_is_nearer_than_bf16():
 
 ALONE = [{"rows": 1}, {"rows": 3}, {"padding": 5}, {"rows": 1, "padding": 9}]
 SHARED = {"fp8-current", "fp8-delayed", "fp8-delayed-megatron", "nvfp4", "coat", "fp4-wang"}
-"""What docs/mismatch.md names: a scale, or a clamp, of all tokens of a call."""
+"""Recipes that docs/mismatch.md names: rows of a call share a scale or a clamp."""
 POWERS = {"fp8-amax", "fp8lm-o1", "fp8lm-o2", "fp8lm-o3"}
-"""Those whose scale of all tokens is a power of two, so that it changes little or nothing."""
+"""Recipes whose shared scale is a power of two, so that it changes little or nothing."""
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("names", fast_and_every(RECIPES, {"mxfp8", "fp8-rowwise", "fp8-current"}))
-def test_which_recipes_do_not_depend_on_the_batch(names):
-    """Over batch sizes and padding: by no more than float32's own sums do, whose order depends on a call's size."""
+def test_recipes_are_batch_invariant_as_documented(names):
+    """Over batch sizes and padding, up to the order of float32 sums, which depends on a call's shape."""
     model, x = Causal(), tokens(6, 12)
     model.wte.weight.data[0] *= 3
-    x[1:][x[1:] == 0], x[0, 5:] = 1, 0  # a token that is larger than all others, in one row
+    x[1:][x[1:] == 0], x[0, 5:] = 1, 0  # one token in one row is larger than all others
     for recipe in names:
         apart = [halfstep.mismatch(model, [x], recipe, recipe, **how).difference_most for how in ALONE]
         assert (max(apart) > 1e-3) is (recipe in SHARED), (recipe, apart)
@@ -115,7 +115,7 @@ def test_which_recipes_do_not_depend_on_the_batch(names):
         assert bool(get_recipe(recipe).shared_in_a_call) is (recipe in SHARED | POWERS)
 
 
-def test_the_page_names_the_recipes_under_which_rows_share_something():
+def test_documentation_names_the_batch_dependent_recipes():
     page = (Path(__file__).parents[2] / "docs" / "mismatch.md").read_text().split("## Batch invariance")[1]
     named = [row for row in page.splitlines() if row.startswith("| `")]
     assert len(named) == 3
@@ -124,7 +124,7 @@ def test_the_page_names_the_recipes_under_which_rows_share_something():
 
 
 @pytest.mark.parametrize("recipe", sorted(SMOOTH))
-def test_scales_of_a_gated_mlps_channels_are_shared(recipe):
+def test_channel_scales_of_gated_mlps_are_shared_between_rows(recipe):
     model = nn.Sequential(nn.Embedding(48, 16), Gated(16), nn.Linear(16, 48))
     model[0].weight.data[0] *= 30
     x = tokens(6, 12)
@@ -133,7 +133,7 @@ def test_scales_of_a_gated_mlps_channels_are_shared(recipe):
     assert any("gated MLPs" in why for why in get_recipe(recipe).shared_in_a_call)
 
 
-def test_a_recipe_that_is_to_be_batch_invariant():
+def test_batch_invariant_option_rejects_shared_scales():
     made = replace(get_recipe("fp8-rowwise"), name="mine", batch_invariant=True)
     assert "batch        no row's result depends on the other rows" in made.describe()
     with pytest.raises(RecipeError, match=r"batch_invariant, and rows of a call share input of linear '\*': current"):
@@ -147,7 +147,7 @@ def test_a_recipe_that_is_to_be_batch_invariant():
     assert "batch: rows of a call share: input of linear" in str(halfstep.plan_of(model))
 
 
-def test_masked_positions_do_not_count():
+def test_masked_positions_are_not_counted():
     model, x = Wrapped(), tokens(2, 8)
     mask = torch.ones_like(x)
     mask[0, 3:] = 0
@@ -158,7 +158,7 @@ def test_masked_positions_do_not_count():
 
 
 class Wrapped(nn.Module):
-    """Called as transformers' models are."""
+    """A model called as transformers' models are."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,7 @@ class Wrapped(nn.Module):
         (ModelError, "expected logits of every position", {"model": nn.Sequential(nn.Embedding(48, 8), nn.Flatten())}),
     ],
 )
-def test_mistakes(error, message, how):
+def test_bad_arguments_raise(error, message, how):
     with pytest.raises(error, match=message):
         halfstep.mismatch(**{"model": Causal(), "batches": [tokens()], **how})
 
@@ -204,7 +204,7 @@ def policy():
 """
 
 
-def test_the_command(run, tmp_path, monkeypatch):
+def test_mismatch_command(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "text.txt").write_text("to be, or not to be: " * 400)
@@ -222,7 +222,7 @@ def test_the_command(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_exported_folder_generates(run, tmp_path):
+def test_mismatch_with_an_exported_folder(run, tmp_path):
     hf = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path / "policy")

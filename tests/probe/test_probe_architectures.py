@@ -1,4 +1,4 @@
-"""Mixtures, state spaces and pictures, small and from a config: probed without a false alarm."""
+"""Mixtures of experts, state-space and vision models from small configs are probed without false alarms."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def batch(model):
 
 @pytest.mark.parametrize("to", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_model_as_initialised_is_safe(name, to):
+def test_initialized_model_is_safe(name, to):
     model = build(name)
     report = halfstep.probe_model(model, to, data=[batch(model)])
     assert report.safe, str(report)
@@ -52,12 +52,12 @@ def test_a_model_as_initialised_is_safe(name, to):
     assert report.noise == ()
 
 
-def test_the_experts_that_got_no_token_are_those_that_the_router_never_chose():
+def test_unused_experts_are_those_never_routed_to():
     model = build("Qwen3MoeForCausalLM")
     chosen = {}
 
     def keep(path):
-        def look(module, args):  # the last token of a row predicts nothing: its gradient is zero
+        def look(module, args):  # a row's last token predicts nothing, so its gradient is zero
             chosen.setdefault(path, set()).update(args[1].unflatten(0, (2, 12))[:, :-1].flatten().tolist())
 
         return look
@@ -73,7 +73,7 @@ def test_the_experts_that_got_no_token_are_those_that_the_router_never_chose():
     assert report.conditions.unreached == wanted
 
 
-def test_a_vision_model_of_a_function_with_its_data(run, tmp_path, monkeypatch):
+def test_vision_model_of_a_function_with_inputs(run, tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(
         "import torch, transformers\n"
         f"def build():\n    config = transformers.CLIPVisionConfig(**{VISION})\n"
@@ -86,7 +86,7 @@ def test_a_vision_model_of_a_function_with_its_data(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_llama_with_logits_beyond_fp16_keeps_its_attention(attention):
+def test_llama_with_logits_beyond_fp16_keeps_attention_in_float32(attention):
     config = transformers.LlamaConfig(**TEXT, attn_implementation=attention)
     model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
@@ -100,5 +100,5 @@ def test_a_llama_with_logits_beyond_fp16_keeps_its_attention(attention):
     assert report.suggestion.recipe.float32_modules == ("model.layers.*.self_attn",)
     assert report.suggestion.output_error < 0.01
     projections = {f"model.layers.{i}.self_attn.{p}_proj.weight" for i in range(2) for p in "qk"}
-    assert set(report.noise) <= projections  # nothing comes back through a hard maximum but rounding errors
+    assert set(report.noise) <= projections  # only rounding errors come back through a hard maximum
     assert bool(report.noise) == (attention == "sdpa")  # eager softmax returns exact zeros

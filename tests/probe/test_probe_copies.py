@@ -1,4 +1,4 @@
-"""What probes and mismatch run are copies: none of them computes with the weights of the model that it is a copy of."""
+"""Probes and mismatch run copies that share no weights with the original model."""
 
 import functools
 from types import MethodType
@@ -12,7 +12,7 @@ from halfstep.probe.batch import copied
 
 
 class Wrapper:
-    """As accelerate's: it calls what it was given."""
+    """Like accelerate's: calls the function it was given."""
 
     def __init__(self, forward):
         self.forward = forward
@@ -38,7 +38,7 @@ def doubled(self, x):
     ids=["closure", "default"],
 )
 @pytest.mark.parametrize("path", ["", "1"])
-def test_a_forward_that_calls_the_original_is_refused(wrap, path):
+def test_forward_bound_to_the_original_raises(wrap, path):
     whole = model()
     part = whole.get_submodule(path)
     part.forward = wrap(part.forward)
@@ -56,7 +56,7 @@ def test_a_forward_that_calls_the_original_is_refused(wrap, path):
     ],
     ids=["method", "partial", "object", "function"],
 )
-def test_a_forward_that_is_copied_with_the_model_computes_with_the_copy(give):
+def test_copied_forward_uses_the_copys_weights(give):
     whole = model()
     whole.forward = give(whole)
     other = copied(whole)

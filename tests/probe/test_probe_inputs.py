@@ -1,4 +1,4 @@
-"""What can be probed, and with what: each mistake is named."""
+"""What can be probed, and with which inputs; errors for everything else."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def script(tmp_path):
     return str(path)
 
 
-def test_a_function_gives_a_model_or_a_model_and_its_inputs(script):
+def test_function_gives_a_model_with_or_without_inputs(script):
     assert load_model(f"{script}:bare").vocabulary == 40
     assert load_model(f"{script}:bare").inputs == ()
     (batch,) = load_model(f"{script}:with_inputs").inputs
@@ -49,12 +49,12 @@ def test_a_function_gives_a_model_or_a_model_and_its_inputs(script):
         ("bear", "unknown function 'bear'; nearest: bare"),
     ],
 )
-def test_a_function_that_gives_no_model(script, name, message):
+def test_function_without_a_model_raises(script, name, message):
     with pytest.raises(ModelError, match=message):
         load_model(f"{script}:{name}")
 
 
-def test_a_folder_or_module_that_is_not_there(tmp_path):
+def test_missing_folder_or_module_raises(tmp_path):
     with pytest.raises(ModelError, match="is not a folder; expected a local Hugging Face folder"):
         load_model(str(tmp_path / "nothing"))
     with pytest.raises(ModelError, match="cannot be imported"):
@@ -63,7 +63,7 @@ def test_a_folder_or_module_that_is_not_there(tmp_path):
         load_model(str(tmp_path))
 
 
-def test_bytes_are_cut_to_the_vocabulary_and_said_so():
+def test_bytes_are_taken_modulo_the_vocabulary():
     model = Loaded(nn.Embedding(40, 8), vocabulary=40, longest=6)
     batches, how = text_batches(TEXT, model, 3, 2, 100)
     assert [tuple(b.shape) for b in batches] == [(2, 6)] * 3
@@ -73,7 +73,7 @@ def test_bytes_are_cut_to_the_vocabulary_and_said_so():
     assert text_batches(TEXT, Loaded(nn.Embedding(256, 8)), 1, 1, 4)[1].startswith("as bytes: no tokenizer")
 
 
-def test_a_tokenizer_is_used_where_there_is_one():
+def test_models_tokenizer_is_used():
     model = Loaded(nn.Embedding(9, 8), tokenize=lambda words: [len(word) for word in words.split()])
     (batch,), how = text_batches(TEXT, model, 1, 2, 5)
     assert how == "by the model's tokenizer"
@@ -83,12 +83,12 @@ def test_a_tokenizer_is_used_where_there_is_one():
         text_batches(TEXT, Loaded(nn.Embedding(9, 8), tokenize=lambda words: []), 1, 1, 5)
 
 
-def test_a_text_shorter_than_a_window():
+def test_text_shorter_than_a_window_raises():
     with pytest.raises(DataError, match="has 10 bytes, and one window takes 16; give more, or a smaller --context"):
         text_batches(TEXT[:10], Loaded(nn.Embedding(9, 8)), 1, 1, 16)
 
 
-def test_tensors_in_files(tmp_path):
+def test_tensors_are_read_from_files(tmp_path):
     x = torch.arange(6).view(2, 3)
     save_file({"tokens": x}, tmp_path / "x.safetensors")
     torch.save([x, {"tokens": x}, (x, x)], tmp_path / "x.pt")
@@ -96,7 +96,7 @@ def test_tensors_in_files(tmp_path):
     assert len(tensor_batches(str(tmp_path / "x.pt"))) == 3
 
 
-def test_files_of_something_else(tmp_path):
+def test_files_without_tensors_raise(tmp_path):
     (tmp_path / "broken.safetensors").write_bytes(b"nothing")
     (tmp_path / "broken.pt").write_bytes(b"nothing")
     torch.save([], tmp_path / "empty.pt")
@@ -111,7 +111,7 @@ def test_files_of_something_else(tmp_path):
 
 
 class Returns(nn.Module):
-    """A model that returns what it is told to make of its output."""
+    """A model that returns `make` of its output."""
 
     def __init__(self, make):
         super().__init__()
@@ -121,7 +121,7 @@ class Returns(nn.Module):
         return self.make(self.inner(x))
 
 
-def test_the_stand_in_for_a_loss_sends_normal_noise_over_the_rows_back():
+def test_default_loss_backpropagates_normal_noise():
     x = torch.randn(5, 2, 3)
     model = Returns(lambda y: {"first": y, "more": [y[0]]})
     loss, words = loss_of(model, x, None)
@@ -133,19 +133,19 @@ def test_the_stand_in_for_a_loss_sends_normal_noise_over_the_rows_back():
 
 
 @pytest.mark.parametrize("make", [lambda y: y.mean(), lambda y: {"loss": y.mean(), "logits": y}])
-def test_a_models_own_loss_is_taken(make):
+def test_models_own_loss_is_used(make):
     loss, words = loss_of(Returns(make), torch.ones(2, 3), None)
     assert loss.dim() == 0
     assert words == "the model's own"
 
 
 @pytest.mark.parametrize("make", [lambda y: y.detach(), lambda y: y.argmax(-1), lambda y: "text"])
-def test_a_model_that_gives_nothing_to_send_back(make):
+def test_model_without_a_differentiable_output_raises(make):
     with pytest.raises(ModelError, match=r"Returns returns no loss to differentiate on a batch of \(2, 3\) float32"):
         halfstep.probe_model(Returns(make), data=[torch.ones(2, 3)])
 
 
-def test_a_batch_of_the_wrong_shape_or_kind():
+def test_batch_of_wrong_shape_or_name_raises():
     with pytest.raises(
         ModelError, match=r"Linear raised RuntimeError on a batch of \(2, 5\) float32: .*Give data that"
     ):
@@ -154,7 +154,7 @@ def test_a_batch_of_the_wrong_shape_or_kind():
         halfstep.probe_model(nn.Linear(3, 4), data=[{"y": torch.ones(2, 3)}])
 
 
-def test_no_data_an_unknown_format_no_parameters_no_copy():
+def test_missing_data_formats_parameters_or_copies_raise():
     with pytest.raises(DataError, match="no batches"):
         halfstep.probe_model(nn.Linear(3, 4), data=[])
     with pytest.raises(FormatError, match="unknown format 'fp61'; nearest: fp16"):
@@ -169,7 +169,7 @@ def test_no_data_an_unknown_format_no_parameters_no_copy():
         halfstep.probe_model(model, data=[torch.ones(1, 3)])
 
 
-def test_a_model_that_is_not_finite_in_float32_either():
+def test_model_that_is_nonfinite_in_float32_raises():
     model = planted.healthy()
     with torch.no_grad():
         model.blocks[1].ffn.wo.weight *= 1e30

@@ -1,4 +1,4 @@
-"""What is seen of a pass, and in which order; nothing stays behind."""
+"""The tensors observed in a pass and their order; hooks are removed afterwards."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def sites(model, x):
     return seen
 
 
-def test_tensors_come_in_the_order_in_which_a_pass_makes_them():
+def test_tensors_are_observed_in_the_order_of_the_pass():
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
     assert sites(model, torch.ones(2, 3)) == [
         "input of the model (Sequential)",
@@ -33,14 +33,14 @@ def test_tensors_come_in_the_order_in_which_a_pass_makes_them():
     ]
 
 
-def test_products_in_the_backward_are_those_of_the_module_whose_gradient_arrived():
+def test_backward_matmuls_are_attributed_to_their_module():
     seen = sites(planted.Attention(), torch.randn(2, 3, planted.WIDTH))
     assert seen.count("product of the model (Attention)") == 2
     assert seen.count("gradient of the product of the model (Attention)") == 4
     assert not any("product of q" in site or "product of o" in site for site in seen)
 
 
-def test_a_gradient_that_overflows_is_named_by_the_layer_that_made_it():
+def test_overflowing_gradient_is_named_by_its_layer():
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     with torch.no_grad():
         model[0].weight *= 1e-4
@@ -51,7 +51,7 @@ def test_a_gradient_that_overflows_is_named_by_the_layer_that_made_it():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_no_hook_stays(fails):
+def test_hooks_are_removed(fails):
     model, x = planted.healthy(), planted.tokens()
 
     def see(site, tensor):
@@ -67,6 +67,6 @@ def test_no_hook_stays(fails):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_repeated_blocks_are_members_of_a_list_of_one_class_with_parts():
+def test_blocks_are_same_class_list_members_with_submodules():
     assert blocks(planted.healthy()) == {"blocks.0", "blocks.1"}
     assert blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == set()

@@ -1,4 +1,4 @@
-"""Models with one planted fault each: it is found, at the right module; and what a look at the forward alone says."""
+"""Models with one planted fault each: the probe finds it at the right module, also if the forward alone looks fine."""
 
 import copy
 
@@ -27,7 +27,7 @@ def probe(model, to="fp16", **options):
 
 @pytest.mark.quick("an explicit product", "fused attention", "an embedding", "the backward")
 @pytest.mark.parametrize(("make", "first"), PLANTED.values(), ids=PLANTED)
-def test_a_planted_fault_is_found_where_it_is(make, first):
+def test_planted_fault_is_found_at_its_module(make, first):
     report = probe(make())
     assert not report.safe
     assert report.first_failure == first
@@ -36,7 +36,7 @@ def test_a_planted_fault_is_found_where_it_is(make, first):
 
 
 class Between(nn.Module):
-    """An overflow between two elementwise operations, of which no module takes anything in."""
+    """An overflow between two elementwise operations that no module takes as input."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class Between(nn.Module):
         return self.last(self.first(x) * 1e6 * 1e-6)
 
 
-def test_an_overflow_that_is_not_measured_shows_in_the_real_run():
+def test_overflow_between_modules_is_found_by_the_trial():
     report = halfstep.probe_model(Between(), data=[torch.randn(8, WIDTH)])
     assert report.findings == ()
     assert report.headroom.headroom > 10
@@ -55,7 +55,7 @@ def test_an_overflow_that_is_not_measured_shows_in_the_real_run():
     assert not report.safe
 
 
-def test_a_tensor_that_modules_hand_on_is_one_line_by_maker_and_taker():
+def test_tensor_passed_between_modules_is_one_finding():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Sequential(nn.Linear(WIDTH, WIDTH)))
     with torch.no_grad():
         model[0].weight *= 1e5
@@ -68,7 +68,7 @@ def test_a_tensor_that_modules_hand_on_is_one_line_by_maker_and_taker():
 
 @pytest.mark.quick("bf16")
 @pytest.mark.parametrize("to", ["fp16", "bf16", torch.float16])
-def test_a_healthy_model_is_safe(to):
+def test_healthy_model_is_safe(to):
     report = probe(planted.healthy(), to)
     assert report.safe
     assert report.first_failure is None
@@ -84,8 +84,8 @@ def test_bf16_has_the_range_that_fp16_lacks(make):
     assert not probe(make(), "bf16").findings
 
 
-def test_a_look_at_the_forward_alone_misses_what_the_backward_does():
-    """torch's own cast to fp16: its forward is finite and far from 65504, its gradients are not finite."""
+def test_backward_overflow_is_found_despite_a_fine_forward():
+    """Cast by torch to fp16, the forward is finite and far from 65504, but gradients are not finite."""
     model = planted.steep()
     half = copy.deepcopy(model).half()
     output = half(tokens())
@@ -101,7 +101,7 @@ def test_a_look_at_the_forward_alone_misses_what_the_backward_does():
     assert report.trial.failure.what == "not finite at loss scale 1"
 
 
-def test_the_residual_stream_is_seen_forward_and_backward():
+def test_residual_stream_is_observed_forward_and_backward():
     report = probe(planted.steep())
     stream = {(found.site.module, found.site.role) for found in report.residual}
     roles = ("input", "output", "gradient of the input", "gradient of the output")
@@ -111,7 +111,7 @@ def test_the_residual_stream_is_seen_forward_and_backward():
     assert forward < 500 < 65504 < backward
 
 
-def test_fused_attention_and_an_explicit_product_have_the_same_logits():
+def test_fused_and_explicit_attention_have_the_same_logits():
     torch.manual_seed(3)
     explicit = planted.large_logits(False)
     fused = copy.deepcopy(explicit)
@@ -143,7 +143,7 @@ def test_fused_attention_with_fewer_keys_than_queries():
     assert max(found) == pytest.approx(expected / 2**0.5, rel=1e-5)
 
 
-def test_multihead_attention_of_torch_is_looked_into():
+def test_torchs_multihead_attention_is_observed():
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True)
     with torch.no_grad():
         layer.self_attn.in_proj_weight[: 2 * WIDTH] *= 400
@@ -153,7 +153,7 @@ def test_multihead_attention_of_torch_is_looked_into():
     }  # fmt: skip
 
 
-def test_no_loss_scale_works_where_gradients_are_too_far_apart():
+def test_no_loss_scale_works_if_gradients_are_too_far_apart():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), planted.TwoEnds())
     x = torch.randn(8, WIDTH)
     report = halfstep.probe_model(model, data=[x])
@@ -166,7 +166,7 @@ def test_no_loss_scale_works_where_gradients_are_too_far_apart():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_window_ends_where_torchs_cast_overflows_and_vanishes(seed):
+def test_window_ends_where_torchs_cast_overflows_or_underflows(seed):
     torch.manual_seed(seed)
     model, x = nn.Linear(8, 8, bias=False), torch.randn(4, 8)
     window = halfstep.probe_model(model, data=[x], loss=lambda model, x: model(x).square().sum() / 8).window
@@ -182,7 +182,7 @@ def test_the_window_ends_where_torchs_cast_overflows_and_vanishes(seed):
     assert lost(2 * window.smallest) < 0.01 < lost(window.smallest / 4)
 
 
-def test_the_suggestion_keeps_the_module_and_passes_on_its_own():
+def test_suggested_recipe_keeps_the_module_and_passes():
     model = planted.wide_ffn()
     report = probe(model)
     recipe = report.suggestion.recipe
@@ -194,13 +194,13 @@ def test_the_suggestion_keeps_the_module_and_passes_on_its_own():
     assert first_nonfinite(model, lambda: model(tokens()).square().sum() / 48 / 2) is None
 
 
-def test_another_format_is_suggested_where_most_of_the_model_would_be_kept():
+def test_bf16_is_suggested_if_most_of_the_model_would_be_kept():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), planted.TwoEnds())
     report = halfstep.probe_model(model, data=[torch.randn(8, WIDTH)])
     assert report.suggestion.recipe.name == "bf16-master"
 
 
-def test_operands_without_a_scale_lose_their_gradients_and_a_scale_brings_them_back():
+def test_unscaled_fp8_gradients_underflow_and_scaled_ones_pass():
     report = probe(planted.healthy(), "e4m3fn", loss=lambda model, batch: model(batch).square().mean() / 1000)
     assert not report.safe
     assert report.trial.recipe.name == "float8_e4m3fn-unscaled"
@@ -208,7 +208,7 @@ def test_operands_without_a_scale_lose_their_gradients_and_a_scale_brings_them_b
     assert report.suggestion.recipe.name == "float8_e4m3fn-current"
 
 
-def test_training_steps_move_the_ranges_and_not_the_model():
+def test_training_steps_change_ranges_but_not_the_model():
     model = planted.healthy()
     before = copy.deepcopy(model.state_dict())
     still, moved = probe(model), probe(model, train_steps=5, learning_rate=0.1)
@@ -220,7 +220,7 @@ def test_training_steps_move_the_ranges_and_not_the_model():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_a_constant_loss_scale_must_lie_in_the_window():
+def test_constant_loss_scale_must_be_in_the_window():
     model = planted.healthy()
     window = probe(model).window
     assert probe(model, loss_scale=window.largest).safe
@@ -229,7 +229,7 @@ def test_a_constant_loss_scale_must_lie_in_the_window():
     assert beyond.trial.failure.what.startswith("not finite at loss scale")
 
 
-def test_the_model_and_the_generators_are_left_as_they_were():
+def test_model_and_generators_are_restored():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2)).train()
     model[2].eval()
     model(torch.randn(3, 4)).sum().backward()
@@ -247,14 +247,14 @@ def test_the_model_and_the_generators_are_left_as_they_were():
     assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
 
 
-def test_a_model_in_half_precision_is_probed_in_float32():
+def test_half_precision_model_is_probed_in_float32():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).half()
     report = halfstep.probe_model(model, data=[(torch.randn(3, 4).half(),)])
     assert report.safe
     assert {p.dtype for p in model.parameters()} == {torch.float16}
 
 
-def test_a_loss_of_ones_own_and_gradients_after_a_failure():
+def test_given_loss_is_used_and_its_errors_are_raised():
     model = planted.healthy()
     report = probe(model, loss=lambda model, batch: model(batch).square().mean())
     assert report.conditions.loss == "the given one"

@@ -1,4 +1,4 @@
-"""Counts against casts by numpy and ml_dtypes, of tensors that the test captures itself."""
+"""Range counts against casts by numpy and ml_dtypes, of tensors that the test captures itself."""
 
 import copy
 import math
@@ -25,7 +25,7 @@ every_format = pytest.mark.parametrize("name", DTYPES)
 
 
 def spread(name):
-    """Magnitudes over more than the format's range, its ends and their ties among them."""
+    """Magnitudes over more than the format's range, including its ends and their ties."""
     format = formats.get(name)
     low, high = math.log2(format.smallest) - 4, min(math.log2(format.max) + 4, 127.9)
     x = np.exp2(np.random.default_rng(0).uniform(max(low, -148), high, 20_000))
@@ -39,7 +39,7 @@ def spread(name):
 
 
 def expected(x, name):
-    """Counts by the other library's cast, which never saturates but for the formats without infinity or NaN."""
+    """Counts from the other library's cast, which saturates only for formats without infinity and NaN."""
     format, x = formats.get(name), x.astype(np.float32)
     with np.errstate(over="ignore"):
         cast = x.astype(DTYPES[name]).astype(np.float32)
@@ -63,7 +63,7 @@ def assert_counts(found, wanted):
 
 
 @every_format
-def test_counts_equal_another_librarys_cast(name):
+def test_counts_equal_casts_by_other_libraries(name):
     x = spread(name)
     found = count(torch.from_numpy(x), limits_of(formats.get(name), stored=name in ("fp16", "bf16")))
     assert_counts(found, expected(x, name))
@@ -71,19 +71,19 @@ def test_counts_equal_another_librarys_cast(name):
     assert found.subnormal
 
 
-def test_a_posit_neither_overflows_nor_vanishes():
+def test_posits_neither_overflow_nor_underflow():
     x = torch.tensor([1e-30, 1.0, -1e30, 0.0])
     found = count(x, limits_of(formats.get("posit8_1"), stored=False))
     assert (found.vanished, found.beyond, found.nonzero) == (0, 1, 3)
 
 
-def test_a_format_wider_than_float32_changes_no_range():
+def test_format_wider_than_float32_loses_nothing():
     x = torch.tensor([1e-45, 0.0, 3e38, 1.0])
     found = count(x, limits_of(formats.get("e10m5"), stored=True))
     assert (found.vanished, found.subnormal, found.beyond, found.nonzero) == (0, 0, 0, 3)
 
 
-def test_what_masks_attention_is_no_value_and_what_is_not_finite_is():
+def test_attention_masks_are_ignored_but_nonfinite_values_count():
     limits = limits_of(formats.get("fp16"), stored=True)
     mask = torch.tensor([-math.inf, torch.finfo(torch.float32).min, -2.0])
     assert count(mask, limits) == Counts(2.0, 1, 1, magnitude=2.0)
@@ -98,7 +98,7 @@ def squares(model, batch):
 
 
 def captured(model, batches):
-    """By name: what some tensors held, taken with the test's own hooks."""
+    """The values of some tensors by name, captured with the test's own hooks."""
     model, held = copy.deepcopy(model), {}
 
     def keep(name, tensor):
@@ -122,7 +122,7 @@ def captured(model, batches):
 @pytest.mark.quick("wide_ffn-bf16")
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 @pytest.mark.parametrize("make", [planted.healthy, planted.wide_ffn])
-def test_a_probes_ranges_are_those_of_tensors_captured_apart(make, name):
+def test_probe_ranges_equal_separately_captured_tensors(make, name):
     model, batches = make(), [tokens(1), tokens(2), tokens(3)]
     report = halfstep.probe_model(model, name, data=batches, loss=squares)
     found = {str(f.site): f for f in report.ranges}
@@ -134,6 +134,6 @@ def test_a_probes_ranges_are_those_of_tensors_captured_apart(make, name):
     assert wo.headroom == pytest.approx(math.log2(formats.get(name).max / wo.counts.largest))
 
 
-def test_a_format_without_a_sign_is_refused():
+def test_unsigned_format_raises():
     with pytest.raises(FormatError, match="no negative values; probe one that can hold activations"):
         halfstep.probe_model(planted.healthy(), "e8m0", data=[tokens()])

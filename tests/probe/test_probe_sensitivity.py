@@ -1,4 +1,4 @@
-"""What of a difference from float32 is the model's own: its sensitivity, and gradients that are rounding errors."""
+"""Differences from float32 that are the model's own: its sensitivity, and gradients that are rounding errors."""
 
 import copy
 import math
@@ -14,7 +14,7 @@ from planted import WIDTH, tokens
 
 
 class Sine(nn.Module):
-    """Its phase is in the thousands: one rounding to 16 bits turns it by radians."""
+    """A sine of a phase in the thousands: one rounding to 16 bits changes it by radians."""
 
     def __init__(self, gain):
         super().__init__()
@@ -26,7 +26,7 @@ class Sine(nn.Module):
 
 
 def gradients(model, batch):
-    """Of a loss like the stand-in, with every value in the model's dtype."""
+    """Gradients of a loss like the default one, with every value in the model's dtype."""
     model.zero_grad()
     output = model(batch)
     noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output.dtype)
@@ -35,8 +35,8 @@ def gradients(model, batch):
 
 
 @pytest.mark.parametrize("size", [2.0**-8, 2.0**-11])
-def test_a_linear_layer_moves_by_as_much_as_its_weights(size):
-    """Independent factors 1 + size u, u uniform in [-1, 1], whose standard deviation is 1 / sqrt(3)."""
+def test_linear_output_changes_as_much_as_its_weights(size):
+    """Independent factors 1 + size u with u uniform in [-1, 1], whose standard deviation is 1 / sqrt(3)."""
     model, x = nn.Linear(256, 256, bias=False), torch.randn(64, 256)
     before = copy.deepcopy(model.state_dict())
     found = sensitivity(model, x, None, reference(model, x, None), size)
@@ -46,7 +46,7 @@ def test_a_linear_layer_moves_by_as_much_as_its_weights(size):
     assert torch.equal(model.weight, before["weight"])
 
 
-def test_a_healthy_model_is_no_more_sensitive_than_its_run_is_off():
+def test_healthy_model_is_not_sensitive():
     report = halfstep.probe_model(planted.healthy(), data=[tokens()])
     assert report.noise == ()
     assert report.sensitivity.size == 2.0**-11
@@ -55,11 +55,11 @@ def test_a_healthy_model_is_no_more_sensitive_than_its_run_is_off():
     assert "is that sensitive" not in str(report)
 
 
-def test_a_model_that_no_recipe_in_16_bits_can_agree_with_is_said_to_be_sensitive():
+def test_model_too_sensitive_for_16_bits_is_reported():
     torch.manual_seed(0)
     model, x = Sine(5e3), torch.randn(32, WIDTH)
     report = halfstep.probe_model(model, data=[x])
-    assert report.findings == ()  # nothing is out of range
+    assert report.findings == ()  # nothing overflows or underflows
     assert not report.safe
     assert report.suggestion is None
     rounded = copy.deepcopy(model)
@@ -75,8 +75,8 @@ def test_a_model_that_no_recipe_in_16_bits_can_agree_with_is_said_to_be_sensitiv
     assert all(t.recipe.name in text.replace(", with inner in float32", "-kept") for t in report.tried)
 
 
-def test_gradients_through_a_hard_maximum_are_rounding_errors_and_are_not_compared():
-    """float64 is the judge: float32's gradients of queries and keys have nothing in common with its own."""
+def test_gradients_that_are_rounding_errors_are_not_compared():
+    """Judged in float64: float32's gradients of queries and keys are unrelated to its own."""
     model = planted.large_logits(fused=True)
     exact, single = gradients(copy.deepcopy(model).double(), tokens()), gradients(copy.deepcopy(model), tokens())
     wrong = {name for name, wanted in exact.items() if float((single[name] - wanted).norm() / wanted.norm()) > 0.5}

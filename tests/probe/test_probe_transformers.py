@@ -1,4 +1,4 @@
-"""Faults on record, planted in Hugging Face models: named by module, and repaired by a recipe that was run."""
+"""Reported faults, planted in Hugging Face models: named by module, and fixed by a suggested recipe that was run."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SIZES = {
 
 
 def t5():
-    """Gated, as T5 1.1: in one block the product of the halves passes 65504, and `wo` brings it back."""
+    """T5 1.1 (gated): in one block the product of the halves exceeds 65504, and `wo` brings it back."""
     config = transformers.T5Config(
         vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=3, num_heads=2, feed_forward_proj="gated-gelu",
         decoder_start_token_id=0,
@@ -29,7 +29,7 @@ def t5():
 
 
 def gemma3():
-    """Norms behind the feed-forward layers write some 800,000 into the residual stream."""
+    """Norms after the feed-forward layers write values near 800,000 into the residual stream."""
     config = transformers.Gemma3TextConfig(**SIZES, head_dim=16)
     model = transformers.Gemma3ForCausalLM(config)
     for layer in model.model.layers:
@@ -38,7 +38,7 @@ def gemma3():
 
 
 def llama():
-    """The last channel of the residual stream is zero forwards; backwards each block multiplies its gradient."""
+    """The residual stream's last channel is zero in the forward; in the backward each block multiplies its gradient."""
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     embedding = model.model.embed_tokens.weight.data
     embedding *= 50
@@ -56,7 +56,7 @@ def probe(model, to="fp16"):
     return halfstep.probe_model(model, to, data=[{"input_ids": ids, "labels": ids}])
 
 
-def test_t5_keeps_the_feed_forward_layer_whose_product_overflows():
+def test_t5_keeps_the_overflowing_feed_forward_layer_in_float32():
     report = probe(t5())
     place = "encoder.block.1.layer.1.DenseReluDense"
     assert report.first_failure == f"input of {place}.dropout (Dropout)"
@@ -68,7 +68,7 @@ def test_t5_keeps_the_feed_forward_layer_whose_product_overflows():
     assert report.suggestion.output_error < 0.01
 
 
-def test_gemma3_with_a_residual_stream_beyond_fp16():
+def test_gemma3_keeps_norms_of_an_overflowing_residual_stream():
     report = probe(gemma3())
     assert max(found.counts.largest for found in report.residual) > 7e5
     assert report.first_failure == "weight of model.layers.0.post_feedforward_layernorm (Gemma3RMSNorm)"
@@ -77,7 +77,7 @@ def test_gemma3_with_a_residual_stream_beyond_fp16():
     assert probe(gemma3(), "bf16").safe
 
 
-def test_a_residual_stream_that_overflows_backwards_alone():
+def test_residual_stream_that_overflows_only_in_the_backward():
     report = probe(llama())
     assert report.findings == ()
     assert 300 < report.headroom.counts.largest < 400

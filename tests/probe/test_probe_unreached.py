@@ -1,4 +1,4 @@
-"""Parts that the data does not reach are said: experts without a token, members of lists that did not run."""
+"""Parts that the data does not reach are reported: experts without tokens, list members that did not run."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from halfstep.probe.trial import unreached
 
 
 class Mixture(nn.Module):
-    """Sends row i to expert i modulo `used`; the experts in a list, or fused in one parameter."""
+    """Sends row i to expert i modulo `used`; experts are a ModuleList, or fused in one parameter."""
 
     def __init__(self, experts, used, fused):
         super().__init__()
@@ -30,7 +30,7 @@ class Mixture(nn.Module):
 def test_experts_without_a_token_are_counted_over_all_batches():
     for fused, where in ((True, "1 (Mixture)"), (False, "1.experts (ModuleList)")):
         model = nn.Sequential(nn.Linear(8, 8), Mixture(6, 4, fused))
-        batches = [torch.randn(2, 8), torch.randn(3, 8)]  # experts 0 and 1, then also 2
+        batches = [torch.randn(2, 8), torch.randn(3, 8)]  # experts 0 and 1, then 0 to 2
         report = halfstep.probe_model(model, "bf16", data=batches)
         assert report.conditions.unreached == (f"3 of 6 in {where}",)
         assert f"no gradient from this data reached 3 of 6 in {where}" in str(report)
@@ -41,14 +41,14 @@ def test_experts_without_a_token_are_counted_over_all_batches():
         )
 
 
-def test_a_list_of_frozen_modules_is_not_called_unreached():
+def test_frozen_modules_are_not_reported_as_unreached():
     model = nn.ModuleDict({"frozen": nn.ModuleList([nn.Linear(2, 2)]), "free": nn.ModuleList([nn.Linear(2, 2)])})
     model["frozen"].requires_grad_(False)
     assert list(unreached(model, {})) == ["1 of 1 in free (ModuleList)"]
     assert list(unreached(model, {"free.0.bias": torch.tensor([False, True])})) == []
 
 
-def test_parameters_of_every_rank_and_none_at_all():
+def test_scalar_and_empty_parameters_are_probed():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -63,6 +63,6 @@ def test_parameters_of_every_rank_and_none_at_all():
     assert report.conditions.unreached == ()
 
 
-def test_a_codebook_has_no_relative_rounding_to_be_sensitive_to():
+def test_codebook_formats_have_no_sensitivity():
     report = halfstep.probe_model(nn.Linear(4, 4), "nf4", data=[torch.rand(3, 4)])
     assert "sensitivity:" not in str(report)

@@ -1,4 +1,4 @@
-"""Loss scales: the ends of the window to the last bit, how a trial finds one, and what a verdict asks beside it."""
+"""Loss scales: exact ends of the window, the trial's dynamic scale, and criteria of the verdict."""
 
 import math
 
@@ -22,14 +22,14 @@ LIMITS = limits_of(formats.get("fp16"), stored=True)
 @pytest.mark.parametrize(
     ("largest", "scale"), [(65520.0, 2**-1), (65519.0, 1), (2.0**-10, 2**25), (65520 / 8, 4), (65519 / 8, 8)]
 )
-def test_the_largest_scale_is_the_last_before_fp16_overflows(largest, scale):
+def test_largest_scale_is_the_last_before_fp16_overflows(largest, scale):
     found = window([Range(SITE, 0, Counts(largest), LIMITS)], {}, LIMITS, 0.01)
     assert found.largest == scale
     assert torch.tensor(largest * scale).half().isfinite()
     assert not torch.tensor(2 * largest * scale).half().isfinite()
 
 
-def test_gradients_that_are_zero_or_below_what_moves_a_weight_ask_for_nothing():
+def test_zero_or_negligible_gradients_do_not_narrow_the_window():
     found = window([Range(SITE, 0, Counts(), LIMITS)], {SITE: exponents([torch.full((9,), 2.0**-41)])}, LIMITS, 0.01)
     assert (found.smallest, found.largest) == (0.0, math.inf)
     assert found.holds(1.0)
@@ -38,7 +38,7 @@ def test_gradients_that_are_zero_or_below_what_moves_a_weight_ask_for_nothing():
     assert asked.first_to_vanish == SITE
 
 
-def test_a_trial_halves_a_dynamic_scale_until_the_gradients_are_finite():
+def test_trial_halves_the_scale_until_gradients_are_finite():
     model, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)
     found = trial(model, [x], get_recipe("fp16-master"), None, reference(model, x, None), start=2.0**40)
     assert found.passed
@@ -46,7 +46,7 @@ def test_a_trial_halves_a_dynamic_scale_until_the_gradients_are_finite():
     assert found.loss_scale == halfstep.probe_model(model, data=[x]).window.largest
 
 
-def test_a_loss_is_float32_and_does_not_close_the_window():
+def test_float32_loss_does_not_narrow_the_window():
     class WithLoss(nn.Linear):
         def forward(self, x):
             return super().forward(x).square().mean() * 1e5
@@ -56,7 +56,7 @@ def test_a_loss_is_float32_and_does_not_close_the_window():
     assert not any(found.site.role.endswith("output") for found in report.ranges)
 
 
-def test_a_weight_that_vanishes_is_no_less_unsafe_for_an_output_that_hardly_shows_it():
+def test_underflowing_weight_is_unsafe_despite_a_small_output_error():
     class Sum(nn.Module):
         def __init__(self):
             super().__init__()

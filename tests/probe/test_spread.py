@@ -1,4 +1,4 @@
-"""Standard deviations against torch's own, of tensors that the test captures itself."""
+"""`scales`: standard deviations against torch's, of tensors that the test captures itself."""
 
 import copy
 import math
@@ -19,7 +19,7 @@ from halfstep.probe.spread_plot import figure
 
 
 class Residual(nn.Module):
-    """A branch around a layer, whose sum no module returns."""
+    """A residual branch whose sum no module returns."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ def by_name(found):
     return {(s.kind, s.site.module, s.to_dict()["tensor"]): s for s in found.spreads}
 
 
-def test_every_tensor_of_a_step_has_torchs_standard_deviation(residual):
+def test_standard_deviations_equal_torch(residual):
     model, x = residual
     own = copy.deepcopy(model)
     inner = own.inner(x)
@@ -74,7 +74,7 @@ def test_every_tensor_of_a_step_has_torchs_standard_deviation(residual):
         assert found[key].moments.values == tensor.numel()
 
 
-def test_it_leaves_the_model_the_generators_and_the_gradients_as_they_were(residual):
+def test_model_generators_and_gradients_are_restored(residual):
     model, x = residual
     model(x).sum().backward()
     model.eval()
@@ -88,7 +88,7 @@ def test_it_leaves_the_model_the_generators_and_the_gradients_as_they_were(resid
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_steps_are_adamws_on_the_same_batches(residual):
+def test_steps_equal_adamw_on_the_same_batches(residual):
     model, x = residual
     batches = [x, 2 * x]
     own = copy.deepcopy(model)
@@ -105,7 +105,7 @@ def test_steps_are_adamws_on_the_same_batches(residual):
     assert found.moment == "after 3 steps of AdamW at 0.05"
 
 
-def test_moments_of_pieces_are_those_of_the_whole():
+def test_moments_of_pieces_add_up():
     torch.manual_seed(0)
     x = torch.randn(1000) * 3 + 100
     total = sum((moments(piece) for piece in x.split([1, 499, 0, 500])), Moments())
@@ -120,10 +120,10 @@ def test_moments_of_pieces_are_those_of_the_whole():
         assert moments(y).std == pytest.approx(float(y.double().std(correction=0)), rel=1e-5)
 
 
-def test_what_formats_make_of_them_is_counted(residual):
+def test_shares_of_overflow_subnormal_and_zero_per_format(residual):
     model, x = residual
     small = torch.zeros(6, 6)
-    small[0, :4] = torch.tensor([2.0**-8, 2.0**-12, 1000.0, 1.0])  # subnormal, zero and beyond in E4M3, and neither
+    small[0, :4] = torch.tensor([2.0**-8, 2.0**-12, 1000.0, 1.0])  # in E4M3: subnormal, zero, overflow, normal
     with torch.no_grad():
         model.inner.weight.copy_(small)
     found = by_name(scales(model, [x], to=["fp16", torch.float8_e4m3fn]))["weight", "inner", "weight"].to_dict()
@@ -135,7 +135,7 @@ def test_what_formats_make_of_them_is_counted(residual):
 
 @pytest.mark.quick("GPT-256")
 @pytest.mark.parametrize(("kind", "vocabulary"), [(GPT, 256), (BERT, 257)])
-def test_repeated_blocks_are_one_row_and_the_table_has_every_tensor(kind, vocabulary):
+def test_table_joins_repeated_blocks_and_has_every_tensor(kind, vocabulary):
     torch.manual_seed(0)
     model = kind(vocabulary, 8, layers=3, width=16, heads=2)
     tokens = torch.randint(256, (2, 8))
@@ -155,17 +155,17 @@ def test_repeated_blocks_are_one_row_and_the_table_has_every_tensor(kind, vocabu
     assert [line[0] for line in shares(found)[1]] == list(KINDS)
 
 
-def test_a_model_that_follows_a_recipe_is_measured_as_it_is(residual):
+def test_model_under_a_recipe_is_measured_under_it(residual):
     model, x = residual
     halfstep.apply(model, "fp16-mixed-unscaled")
     found = by_name(scales(model, [1e-6 * x], loss=lambda m, batch: 1e-9 * m(batch).float().sum()))
-    assert found["activation gradient", "inner", "output"].std == 0.0  # it is below what fp16 holds
+    assert found["activation gradient", "inner", "output"].std == 0.0  # underflows fp16
     halfstep.revert(model)
     found = by_name(scales(model, [1e-6 * x], loss=lambda m, batch: 1e-9 * (m(batch) ** 2).sum()))
     assert found["activation gradient", "inner", "output"].std > 0
 
 
-def test_the_picture_has_every_tensor_that_has_a_spread(residual, tmp_path):
+def test_figure_shows_every_tensor_with_nonzero_deviation(residual, tmp_path):
     model, x = residual
     before, after = (scales(model, [x], steps=steps, learning_rate=0.1) for steps in (0, 2))
     drawn = figure("a $title", [("before", before), ("after", after)])
@@ -196,6 +196,6 @@ def test_the_picture_has_every_tensor_that_has_a_spread(residual, tmp_path):
         (ModelError, nn.Linear(2, 2), [torch.ones(3)], {}, "Linear raised RuntimeError on a batch of"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(error, model, data, options, message):
+def test_unmeasurable_inputs_raise(error, model, data, options, message):
     with pytest.raises(error, match=message):
         scales(model, data, **options)

@@ -1,4 +1,4 @@
-"""The page's tabs in a headless Chromium: what they show, by which address and keys, and that nothing is loaded."""
+"""The page's tabs in headless Chromium: contents, addresses, keyboard, and that nothing is loaded."""
 
 import json
 import random
@@ -24,7 +24,7 @@ def address(tmp_path_factory):
 
 @pytest.fixture
 def page(browser, address):
-    """go(fragment) opens the page afresh; after the test nothing may have been requested or logged."""
+    """go(fragment) loads the page afresh; fails if the test causes requests or console output."""
     browser.get_log("performance"), browser.get_log("browser")
 
     def go(tab, **asked):
@@ -52,7 +52,7 @@ def command(browser, tab):
     return at(browser, f"{tab}-command").find_element("tag name", "code").text
 
 
-def test_the_address_says_which_tab_and_what_is_asked_in_it(page):
+def test_address_selects_tab_and_inputs(page):
     browser = page("formats", format="e5m2", value="1/3", rounding="up", overflow="ieee")
     assert shown(browser) == ["panel-formats"]
     assert "1/3 becomes 0.375 in float8_e5m2: 0x36 0 01101 10" in at(browser, "formats-result").text.replace("\n", " ")
@@ -80,7 +80,7 @@ def test_the_address_says_which_tab_and_what_is_asked_in_it(page):
         ("nothing", {"model": "x"}),
     ],
 )
-def test_other_addresses_do_no_harm(page, tab, asked):
+def test_invalid_addresses_show_a_message(page, tab, asked):
     browser = page(tab, **asked)
     assert shown(browser) == [f"panel-{tab if tab != 'nothing' else 'kb'}"]
     assert not browser.find_elements("css selector", "main img")
@@ -88,7 +88,7 @@ def test_other_addresses_do_no_harm(page, tab, asked):
         assert "which this page does not have" in at(browser, "page-verdict" if tab == "kb" else f"{tab}-result").text
 
 
-def test_a_number_that_is_none_and_devices_that_are_none_are_told(page):
+def test_invalid_numbers_and_devices_show_a_message(page):
     browser = page("formats", value="three")
     assert "three is not a number: write 3.25" in at(browser, "formats-result").text
     browser = page("memory", dp="0")
@@ -97,7 +97,7 @@ def test_a_number_that_is_none_and_devices_that_are_none_are_told(page):
     assert "Stage 2 shards over devices, and there is one" in at(browser, "memory-result").text
 
 
-def test_tabs_go_by_the_arrow_keys_and_everything_has_a_name(page):
+def test_tabs_follow_arrow_keys_and_controls_have_names(page):
     from selenium.webdriver.common.keys import Keys
 
     browser = page("kb")
@@ -121,7 +121,7 @@ def test_tabs_go_by_the_arrow_keys_and_everything_has_a_name(page):
             assert field.accessible_name or not field.is_displayed(), field.get_attribute("outerHTML")[:200]
 
 
-def test_typing_answers_and_copies(page):
+def test_typing_updates_result_address_and_copied_command(page):
     browser = page("formats")
     at(browser, "formats-value").clear()
     at(browser, "formats-value").send_keys("1000")
@@ -134,7 +134,7 @@ def test_typing_answers_and_copies(page):
 
 
 @pytest.mark.slow
-def test_the_memory_tab_shows_what_the_command_counts(page, run):
+def test_memory_tab_equals_the_command(page, run):
     for model, recipe, dp, zero in (
         ("gpt2", "fp8lm-o2", 8, 1),
         ("bert-base", "adamw-8bit", 64, 3),
@@ -149,7 +149,7 @@ def test_the_memory_tab_shows_what_the_command_counts(page, run):
             assert not found["bytes"][role] or f"{found['bytes'][role]:,}" in text, (model, recipe, role)
 
 
-def test_every_row_is_shown_without_an_error(page):
+def test_memory_tab_shows_every_row_without_errors(page):
     browser = page("memory", dp="8", zero="1")
     script = """
       const found = [];
@@ -169,7 +169,7 @@ def test_every_row_is_shown_without_an_error(page):
     )
 
 
-def test_the_browser_rounds_as_python_does_and_shows_every_code(page):
+def test_formats_tab_rounds_like_python_and_shows_every_code(page):
     chance = random.Random(0)
     browser = page("formats")
     for name in formats.names():
@@ -187,7 +187,7 @@ def test_the_browser_rounds_as_python_does_and_shows_every_code(page):
 
 
 @pytest.mark.parametrize("width", [320, 768, 1200])
-def test_nothing_runs_out_of_the_screen(page, browser, width):
+def test_tabs_fit_the_screen_width(page, browser, width):
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     for tab, asked in (("formats", {"format": "fp32", "value": "0.1"}), ("memory", {"dp": "64", "zero": "1"})):

@@ -1,4 +1,4 @@
-"""The page as a file: it obeys no entry, loads nothing, is small, and the command writes it."""
+"""The page as a file: it escapes entries, loads nothing, is small, and the command writes it."""
 
 import html
 import json
@@ -40,7 +40,7 @@ def hostile(base):
     return KnowledgeBase((bad,), (replace(report, symptom=HOSTILE, model=HOSTILE, tried=HOSTILE),))
 
 
-def test_html_escapes_what_it_would_obey(base):
+def test_html_in_entries_is_escaped(base):
     page = to_html(hostile(base))
     assert page.count("<script") == 2
     assert page.count("</script>") == 2
@@ -70,7 +70,7 @@ def test_html_has_every_entry_reference_and_report(base, page):
 
 
 @pytest.mark.slow
-def test_it_is_small_and_says_which_data_it_shows(page):
+def test_page_is_small_and_states_its_data_version(page):
     assert len(page.encode()) < 500_000
     recipes, models = len(list_recipes()), len(architectures())
     assert re.search(
@@ -79,19 +79,19 @@ def test_it_is_small_and_says_which_data_it_shows(page):
     assert page == to_html(load(None))
 
 
-def test_without_its_script_it_shows_every_tab(page):
+def test_page_without_javascript_shows_every_tab(page):
     panels = re.findall(r'<div role="tabpanel" id="panel-(\w+)"[^>]*>', page)
     assert panels == list(TABS)
     assert " hidden" not in "".join(re.findall(r'<div role="tabpanel"[^>]*>', page))
 
 
-def test_every_recipe_and_architecture_has_its_row():
+def test_every_recipe_and_architecture_has_a_row():
     kept = memory.kept()
     assert list(kept) == list(architectures())
     assert all(list(rows) == list_recipes() for rows in kept.values())
 
 
-def test_rows_that_say_why_there_are_none_say_what_the_account_says():
+def test_reasons_of_missing_rows_equal_the_accounts_errors():
     names = [name for name, row in memory.kept()["galore-60m"].items() if isinstance(row, str)]
     assert sorted(names) == sorted(name for name in list_recipes() if name.startswith(("unit-", "umup-", "munit-")))
     for name in names:
@@ -100,7 +100,7 @@ def test_rows_that_say_why_there_are_none_say_what_the_account_says():
         assert memory.kept()["galore-60m"][name] == str(error.value)
 
 
-def test_a_row_that_lacks_is_an_error_that_says_how_to_measure_it(monkeypatch):
+def test_missing_row_raises_with_the_command_to_measure_it(monkeypatch):
     kept = memory.kept()
     del kept["gpt2"]["fp32"]
     monkeypatch.setattr(memory, "kept", lambda: kept)
@@ -110,12 +110,12 @@ def test_a_row_that_lacks_is_an_error_that_says_how_to_measure_it(monkeypatch):
 
 @pytest.mark.quick("adamw-8bit")
 @pytest.mark.parametrize("recipe", ["fp32", "fp8-delayed", "adamw-8bit"])
-def test_rows_are_what_the_whole_model_takes(recipe):
+def test_rows_equal_the_account(recipe):
     check_row(replace(load_subject("galore-60m"), batch=None), recipe)
 
 
 @pytest.mark.slow
-def test_rows_of_every_recipe_are():
+def test_rows_of_every_recipe_equal_the_account():
     for recipe, row in memory.kept()["galore-60m"].items():
         if not isinstance(row, str):
             check_row(load_subject("galore-60m"), recipe)
@@ -125,7 +125,7 @@ def test_rows_of_every_recipe_are():
 
 
 def check_row(subject, recipe):
-    """The kept row, beside the account of a model with all of its blocks."""
+    """Compare the stored row with the account of the model with all of its blocks."""
     row = dict(zip(memory.COLUMNS, memory.kept()[subject.name][recipe], strict=True))
     made = account(subject, recipe)
     counts = {"parameters": made.parameters, "trained": made.trained}
@@ -133,7 +133,7 @@ def check_row(subject, recipe):
 
 
 @pytest.mark.slow
-def test_the_command_writes_the_page_and_a_space_once(tmp_path, run, page):
+def test_site_command_writes_the_page_and_a_space_once(tmp_path, run, page):
     file = tmp_path / "index.html"
     assert run("site", str(file), "--space", "--overlay", str(tmp_path))[0] == 0
     assert file.read_text(encoding="utf-8") == page
@@ -146,5 +146,5 @@ def test_the_command_writes_the_page_and_a_space_once(tmp_path, run, page):
     assert (code, "name a file in a folder that exists" in error) == (2, True)
 
 
-def test_a_title_with_quotes_is_one_in_yaml():
+def test_title_with_quotes_is_valid_yaml():
     assert next(yaml.safe_load_all(space('a "b": c')))["title"] == 'a "b": c'

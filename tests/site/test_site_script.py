@@ -1,4 +1,4 @@
-"""What the page's script computes is what Python computes: codes, rounding, and the bytes on a device."""
+"""The page's script equals Python: decoded codes, rounding, and the bytes on a device."""
 
 import json
 import random
@@ -27,7 +27,7 @@ STAYS = "weights", "gradients", "master", "states", "scales", "buffers", "commun
 
 @pytest.fixture(scope="session")
 def javascript(tmp_path_factory):
-    """javascript(files, body, given): what `return`s from the body, which sees what the files define, and `given`."""
+    """javascript(files, body, given): the `return` value of a body that uses the files' definitions and `given`."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node on PATH: the page's arithmetic is not tried")
@@ -45,11 +45,11 @@ def javascript(tmp_path_factory):
 
 
 def same(one, other):
-    """Two floats, down to the sign of zero; NaN is NaN."""
+    """Equality of two floats including the sign of zero; NaN equals NaN."""
     return (isnan(one) and isnan(other)) or (one == other and copysign(1, one) == copysign(1, other))
 
 
-def test_every_code_is_decoded_as_in_python(javascript):
+def test_decoded_codes_equal_python(javascript):
     listed = {f: list(f.codes()) if f.bits <= 8 else random.Random(0).sample(range(1 << f.bits), 2000) for f in FORMATS}
     body = TEXT + "return given.map(([format, codes]) => codes.map((code) => text(exact.decode(format, code))));"
     found = javascript(("exact",), body, [[tab.described(f), codes] for f, codes in listed.items()])
@@ -59,17 +59,17 @@ def test_every_code_is_decoded_as_in_python(javascript):
 
 
 def numbers(format, count, seed):
-    """Numbers of all sizes that a format knows and beyond, values and ties of its own among them."""
+    """Values of all magnitudes within and beyond a format's range, including its own values and ties."""
     generator = torch.Generator().manual_seed(seed)
     low, high = torch.tensor([format.smallest, format.max], dtype=torch.float64).log2().tolist()
     exponents = low - 3 + (high - low + 6) * torch.rand(count, generator=generator, dtype=torch.float64)
     signs = torch.where(torch.rand(count, generator=generator) < 0.5, -1.0, 1.0).double()
     most = torch.finfo(torch.float32).max
-    drawn = (signs * exponents.exp2()).clamp(-most, most).float()  # a float32, so that no kernel rounds twice
-    if format.bits <= 16:  # its own, and its ties
+    drawn = (signs * exponents.exp2()).clamp(-most, most).float()  # float32, so that no kernel rounds twice
+    if format.bits <= 16:  # its own values, and its ties
         own = torch.tensor([*format.values(), *format.boundaries()], dtype=torch.float64).float()
         drawn[: count // 4] = own[torch.randint(len(own), (count // 4,), generator=generator)]
-    return torch.where(drawn == 0, torch.tensor(0.0), drawn)  # -0 as JSON loses its sign
+    return torch.where(drawn == 0, torch.tensor(0.0), drawn)  # JSON loses the sign of -0
 
 
 def check_values(javascript, count):
@@ -87,12 +87,12 @@ def check_values(javascript, count):
 
 
 @pytest.mark.slow
-def test_numbers_are_rounded_as_round_to_rounds_them(javascript):
+def test_rounded_values_equal_round_to(javascript):
     check_values(javascript, 500)
 
 
 @pytest.mark.slow
-def test_so_are_ten_thousand_of_them_for_each_format(javascript):
+def test_10000_rounded_values_per_format_equal_round_to(javascript):
     check_values(javascript, 10_000)
 
 
@@ -111,7 +111,7 @@ SPECIAL = ["inf", "-inf", "nan", "0", "-0", "1/3", "-2/7", "2^-24", "-1.5*2^7", 
 
 
 def texts(format, count, seed):
-    """Numbers as people write them, decimals that no float holds among them."""
+    """Numbers as people write them, including decimals that no float represents."""
     chance = random.Random(seed)
     floats = numbers(format, count, seed).tolist()
     return SPECIAL + [x.hex() if chance.random() < 0.5 else f"{x:.{chance.randint(1, 9)}g}" for x in floats]
@@ -127,7 +127,7 @@ def check_working(javascript, count):
 
 
 def compare(wanted, value, code, below, above, turn, over):
-    """What the script found, beside what Python did."""
+    """Compare the script's result with Python's."""
     assert (value is None) == (wanted.value is None), wanted
     assert value is None or same(float(value), wanted.value), wanted
     assert (code, over) == (wanted.code, wanted.overflow), wanted
@@ -137,16 +137,16 @@ def compare(wanted, value, code, below, above, turn, over):
     assert (turn and Fraction(*map(int, turn))) == wanted.boundary, wanted
 
 
-def test_neighbours_boundary_and_every_rounding_are_those_of_python(javascript):
+def test_neighbours_boundaries_and_roundings_equal_python(javascript):
     check_working(javascript, 80)
 
 
 @pytest.mark.slow
-def test_so_are_those_of_ten_thousand_numbers_for_each_format(javascript):
+def test_neighbours_boundaries_and_roundings_of_10000_values_per_format(javascript):
     check_working(javascript, 10_000)
 
 
-def test_numbers_are_read_as_the_command_line_reads_them(javascript):
+def test_parsed_numbers_equal_the_command_line(javascript):
     good = [*SPECIAL, " 3.25 ", "1_000", "+7", "-0x.8", "5.", "2**(-3)", "-3/9", "1e+2", "INFINITY", "-.5e1", "0/5"]
     bad = ["", "x", "1/0", "--1", "1e", "0x", "2^9999", "1e5000", "1.2.3", "1/-3", "--inf", "2^0.5", "9" * 401, "."]
     body = f"""{TEXT}
@@ -161,7 +161,7 @@ def test_numbers_are_read_as_the_command_line_reads_them(javascript):
             read_number(text)
 
 
-def test_bytes_are_shared_as_python_shares_them_for_every_row_ranks_and_stage(javascript):
+def test_sharded_bytes_equal_python(javascript):
     data = memory.table()
     setups = [(ranks, zero) for ranks in (1, 8, 64) for zero in range(4) if ranks > 1 or not zero]
     rows = [dict(zip(data["columns"], row, strict=True)) for row in data["rows"] if not isinstance(row, str)]

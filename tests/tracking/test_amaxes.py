@@ -1,4 +1,4 @@
-"""Amaxes and saturated shares of a step's tensors, against a plain loop's own."""
+"""Amaxes and saturated shares of a step's tensors, against a plain loop."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def small():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 4))
 
 
-def test_amaxes_are_those_of_the_tensors_in_the_order_of_computing():
+def test_amaxes_equal_the_tensors_in_order_of_computation():
     model, x = small(), torch.randn(5, 8)
     hidden = [x]
     for layer in model:
@@ -35,7 +35,7 @@ def test_amaxes_are_those_of_the_tensors_in_the_order_of_computing():
     assert not found.saturated
 
 
-def test_the_largest_of_several_calls_and_what_is_not_finite():
+def test_amaxes_over_several_calls_and_nonfinite_values():
     layer = nn.Sequential(nn.Linear(2, 2), nn.Embedding(4, 2))
     with amaxes(layer) as found:
         layer[0](torch.tensor([[1.0, -3.0]]))
@@ -54,7 +54,7 @@ def test_the_largest_of_several_calls_and_what_is_not_finite():
 
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed-megatron", "fp8-current", "mxfp4-rht"])
-def test_saturated_shares_are_those_of_the_operands(recipe):
+def test_saturated_shares_equal_operand_errors(recipe):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     model = halfstep.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), recipe)[0]
@@ -64,5 +64,5 @@ def test_saturated_shares_are_those_of_the_operands(recipe):
         model(10 * torch.randn(32, 64)).square().sum().backward()
     once = [e for e in errors if e.product == ("grad_input" if e.operand == "grad_output" else "output")]
     assert found.saturated == {f"{e.operand} of {e.layer}": e.saturated for e in once}
-    # What outgrows a history of one step saturates; a scale of the moment does not.
+    # Values that outgrow a history of one step saturate; with current scaling they do not.
     assert (found.saturated.get("input of 0", 0.0) > 0.05) == (recipe == "fp8-delayed-megatron")

@@ -1,4 +1,4 @@
-"""The log of a run's numerics: each figure against one that is computed beside it, and nothing between its rows."""
+"""The numerics log: each figure against a separate computation, and no hooks between rows."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from halfstep.tracking import scalars
 
 
 class Writer:
-    """What TensorBoard's SummaryWriter is to the log."""
+    """Records scalars like TensorBoard's SummaryWriter."""
 
     def __init__(self):
         self.seen = {}
@@ -39,7 +39,7 @@ def trained(recipe, steps, lr=1e-3, batches=None, **options):
     return model, log
 
 
-def test_rows_come_at_the_first_step_and_then_every_so_many(tmp_path):
+def test_rows_come_at_the_first_and_every_nth_step(tmp_path):
     writer, rows = Writer(), []
     _, log = trained("fp8-current", 9, every=4, to=[tmp_path / "a.jsonl", writer, rows.append])
     assert [row["step"] for row in log.rows] == [1, 4, 8]
@@ -50,7 +50,7 @@ def test_rows_come_at_the_first_step_and_then_every_so_many(tmp_path):
     assert writer.seen["numerics/amax/input", 8] == scalars(rows[2])["amax/input"]
 
 
-def test_between_rows_no_layer_has_a_hook():
+def test_layers_have_no_hooks_between_rows():
     seen = []
 
     def look(model):
@@ -71,7 +71,7 @@ def test_between_rows_no_layer_has_a_hook():
     assert seen[-1] == 0
 
 
-def test_amaxes_and_shares_are_those_of_the_tensors():
+def test_amaxes_and_shares_equal_the_tensors():
     x = torch.randn(8, 16) * 3
     x[0, 0] = 100.0
     _, log = trained("fp8-current", 1, every=1, to=lambda row: None, batches=[x])
@@ -83,7 +83,7 @@ def test_amaxes_and_shares_are_those_of_the_tensors():
     assert row["underflowed"].get("input of 0", 0.0) == pytest.approx(float(expected), abs=1e-6)
 
 
-def test_lost_updates_are_those_that_leave_the_weight():
+def test_lost_updates_are_those_that_do_not_change_the_weight():
     before = {}
 
     def note(row):
@@ -106,7 +106,7 @@ def test_lost_updates_are_those_that_leave_the_weight():
     assert 0.1 < still / wanted < 1
 
 
-def test_spikes_and_what_is_not_finite_are_named():
+def test_spikes_and_nonfinite_tensors_are_named():
     batches = [torch.ones(8, 16) for _ in range(4)]
     batches[2] = batches[2] * 50
     batches[3] = torch.full((8, 16), math.inf)
@@ -117,7 +117,7 @@ def test_spikes_and_what_is_not_finite_are_named():
     assert len(log.rows[1]["spikes"]) == 2
 
 
-def test_steps_that_the_scaler_left_out_are_counted_and_what_broke_them_is_named():
+def test_skipped_steps_are_counted_and_their_cause_is_named():
     batches = [torch.ones(8, 16) for _ in range(5)]
     batches[1] = torch.full((8, 16), math.inf)
     _, log = trained("fp16-mixed", 5, every=2, to=lambda row: None, batches=batches)
@@ -125,20 +125,20 @@ def test_steps_that_the_scaler_left_out_are_counted_and_what_broke_them_is_named
     assert [row["skipped"] for row in log.rows] == [0, 1, 0]
     assert [row["first_nonfinite"] for row in log.rows] == [None, "input of 0", None]
     assert scalars(log.rows[1])["nonfinite"] == 1
-    assert log.rows[1]["gradients"]["first_nonfinite"] is None  # those of the step that was made
+    assert log.rows[1]["gradients"]["first_nonfinite"] is None  # of the step that was not skipped
 
 
-def test_a_stock_optimizer_and_a_compiled_model_say_what_is_left_out():
+def test_unseen_figures_are_stated_for_stock_optimizers():
     model = nn.Sequential(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with halfstep.track(model, optimizer, every=1, to=lambda row: None) as log:
-        torch.nn.functional.linear(torch.ones(2, 4), model[0].weight).sum().backward()  # no module is called
+        torch.nn.functional.linear(torch.ones(2, 4), model[0].weight).sum().backward()  # calls no module
         optimizer.step()
     assert log.rows[0]["lost_updates"] is None
     assert "torch.compile" in log.rows[0]["unseen"]
 
 
-def test_bad_input_is_told(tmp_path):
+def test_bad_input_raises(tmp_path):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(HalfstepError, match="every = 0; expected a number of optimizer steps from 1 on"):
@@ -153,7 +153,7 @@ def test_bad_input_is_told(tmp_path):
         halfstep.track(model, optimizer, to=tmp_path / "nowhere" / "x.jsonl")
 
 
-def test_it_does_not_change_a_bit():
+def test_tracking_changes_no_bit():
     found = [
         trained("fp8-delayed", 6, every=2, to=lambda row: None)[0],
         trained("fp8-delayed", 6, every=100, to=print)[0],
@@ -162,7 +162,7 @@ def test_it_does_not_change_a_bit():
         assert torch.equal(ours, theirs)
 
 
-def test_a_trainer_and_a_wrapped_optimizer_have_rows(tmp_path):
+def test_trainer_and_wrapped_optimizer_have_rows(tmp_path):
     from accelerate import Accelerator
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 

@@ -1,4 +1,4 @@
-"""What rounding does to operands: counted by hand, and equal to what the layer's own operands differ by."""
+"""Rounding errors of operands: against worked examples and the layer's own operands."""
 
 import pytest
 import torch
@@ -17,15 +17,15 @@ from tiny import batch, prepared, train
 E4M3 = formats.get("e4m3fn")
 
 
-def test_shares_are_counted():
+def test_saturated_and_flushed_shares_equal_worked_example():
     unscaled = Quantizer(E4M3, scales=Scales(TENSOR, Fixed("fixed", 0)))
     x = torch.tensor([[1.0, 500.0, 2.0**-11, 0.0], [448.0, -460.0, 2.0**-10, 2.0**-9]])
     _, saturated, flushed = operand_error(x, unscaled)
     assert saturated == 2 / 8  # 500 and -460
-    assert flushed == 2 / 7  # 2^-11, and 2^-10, which ties to zero's even code
+    assert flushed == 2 / 7  # 2^-11, and 2^-10, whose tie rounds to zero
 
 
-def test_a_history_that_was_outgrown_saturates():
+def test_values_beyond_the_amax_history_saturate():
     scaling = Delayed("delayed", history=1, algorithm="most_recent")
     state = scaling.init()
     scaling.record(state, torch.tensor(1.0))
@@ -37,7 +37,7 @@ def test_a_history_that_was_outgrown_saturates():
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_128x128", "nf4"])
-def test_the_error_is_that_of_the_operand(name):
+def test_error_equals_that_of_the_operand(name):
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     quantizer = get_quantizer(name)
     made = operand(x, quantizer, torch.float32)
@@ -45,7 +45,7 @@ def test_the_error_is_that_of_the_operand(name):
     assert operand_error(x, quantizer)[0] == pytest.approx(float((values - x).norm() / x.norm()), rel=1e-4)
 
 
-def test_the_error_of_a_clamped_operand_counts_what_is_kept():
+def test_error_of_a_clamped_operand_includes_its_compensation():
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) ** 3
     row = Scales(ROW, get_scaling("current"))
     for compensation in (True, False):
@@ -55,12 +55,12 @@ def test_the_error_of_a_clamped_operand_counts_what_is_kept():
 
 
 @pytest.mark.parametrize("name", ["fp4-wang", "fp8-current", "fp8-delayed", "mxfp8", "fp8-rowwise-gw-hp"])
-def test_every_operand_of_a_step_is_seen_and_nothing_changes(name):
+def test_every_operand_of_a_step_is_recorded_without_changing_it(name):
     (one, *rest), (two, *others) = prepared(name), prepared(name)
     with operand_errors(one) as rows:
         seen = train(one, *rest, steps=1)
     assert seen == train(two, *others, steps=1)
-    per_layer = 3 if name == "fp8-rowwise-gw-hp" else 5  # the first layer's input needs no gradient, and is rounded
+    per_layer = 3 if name == "fp8-rowwise-gw-hp" else 5  # the first layer's input needs no gradient but is rounded
     products = {(row.layer, row.product, row.operand) for row in rows}
     assert len(products) == len(rows)
     assert {row.layer for row in rows} == {"0", "3"}

@@ -1,4 +1,4 @@
-"""Sharpness in the logits: the corner of the box is where an optimizer ends."""
+"""Sharpness in the logits equals the maximum over the box that an optimizer finds."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def logits(rows=4, classes=9, seed=0, scale=3.0):
 
 
 @pytest.mark.parametrize("epsilon", [5e-4, 1e-3, 0.1])
-def test_the_corner_is_where_l_bfgs_b_ends(epsilon):
+def test_sharpness_equals_l_bfgs_b_maximum(epsilon):
     z, y = logits()
     found = logit_sharpness(z, y, epsilon)
     for row, target, sharpness in zip(z.numpy(), y.tolist(), found.tolist(), strict=True):
@@ -43,7 +43,7 @@ def test_the_corner_is_where_l_bfgs_b_ends(epsilon):
         assert sharpness == pytest.approx(100 * (-ended.fun - loss) / (1 + loss), rel=1e-4)
 
 
-def test_no_point_of_the_box_is_higher():
+def test_no_random_point_of_the_box_is_higher():
     z, y = logits(seed=1)
     rise = logit_sharpness(z, y, 0.05)
     before = torch.nn.functional.cross_entropy(z, y, reduction="none")
@@ -56,7 +56,7 @@ def test_no_point_of_the_box_is_higher():
         assert (100 * (after - before) / (1 + before) <= rise).all()
 
 
-def test_it_is_0_in_no_box_and_grows_with_it():
+def test_sharpness_is_0_for_epsilon_0_and_grows_with_it():
     z, y = logits()
     values = [logit_sharpness(z, y, epsilon) for epsilon in (0.0, 1e-4, 1e-3, 1e-2)]
     assert torch.equal(values[0], torch.zeros(4, dtype=torch.float64, device="cpu"))
@@ -81,12 +81,12 @@ def test_shapes_and_dtypes_of_logits():
         ((torch.zeros(1, 3, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu"), -1.0), "epsilon = -1.0"),
     ],
 )
-def test_what_has_no_sharpness_is_refused(given, said):
+def test_invalid_sharpness_arguments_raise(given, said):
     with pytest.raises(QuantizationError, match=said):
         logit_sharpness(*given)
 
 
-def test_sharpness_is_written_down_where_it_is_wanted(tmp_path):
+def test_sharpness_is_recorded_if_enabled(tmp_path):
     (tmp_path / "text.txt").write_text("some text to learn from\n" * 400)
     fields = {
         "seeds": 1,

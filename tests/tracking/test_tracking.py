@@ -1,4 +1,4 @@
-"""Histograms of exponents, shares zeroed and lost, and the first tensor that is not finite."""
+"""Exponent histograms, shares zeroed and lost, and the first nonfinite tensor."""
 
 import re
 
@@ -31,26 +31,26 @@ def test_histogram_just_below_a_power_of_two_and_at_the_smallest_subnormal():
 
 @pytest.mark.parametrize(("scale", "share"), [(1.0, 1 / 3), (8.0, 2 / 15), (2.0**10, 0.0)])
 def test_underflow_shares_of_log_uniform_gradients(scale, share):
-    """g = 2^U(-30, -15): the share that becomes zero in fp16, read off the histogram and from the values."""
+    """g = 2^U(-30, -15): the share zeroed in fp16, from the histogram and from the values."""
     generator = torch.Generator().manual_seed(0)
     gradients = torch.exp2(torch.rand(300_000, generator=generator, dtype=torch.float64) * 15 - 30).float()
     assert exponents([gradients]).share_zeroed(FP16, scale) == pytest.approx(share, abs=3e-3)
     assert share_zeroed([gradients * scale], FP16) == pytest.approx(share, abs=3e-3)
 
 
-def test_share_subnormal_is_what_torch_makes_subnormal():
+def test_share_subnormal_equals_torchs_cast():
     gradients = torch.randn(100_000) * 2.0**-13
     cast = gradients.half().float().abs()
     share = ((cast > 0) & (cast < 2.0**-14)).double().mean().item()
     assert exponents([gradients]).share_subnormal(FP16) == pytest.approx(share, abs=2e-3)
 
 
-def test_a_scale_that_is_no_power_of_two_is_refused():
+def test_scale_that_is_no_power_of_two_raises():
     with pytest.raises(ValueError, match="power of two"):
         exponents([torch.ones(3)]).share_zeroed(FP16, 3.0)
 
 
-def test_share_zeroed_equals_what_torchs_cast_zeroes():
+def test_share_zeroed_equals_torchs_cast():
     x = torch.randn(50_000) * 1e-7
     zeroed = ((x.half() == 0) & (x != 0)).sum().item() / (x != 0).sum().item()
     assert share_zeroed([x[:10_000], x[10_000:]], FP16) == zeroed > 0.1
@@ -58,7 +58,7 @@ def test_share_zeroed_equals_what_torchs_cast_zeroes():
 
 
 @pytest.mark.parametrize("format", ["fp16", "e4m3fn", "e5m2", "bf16"])
-def test_half_of_the_smallest_value_becomes_zero_and_what_is_above_does_not(format):
+def test_half_of_the_smallest_value_is_zeroed_and_more_is_not(format):
     half = torch.tensor(formats.get(format).smallest / 2)
     above = torch.nextafter(half, torch.ones(()))
     assert share_zeroed([torch.stack([half, -half, above, -above, above])], formats.get(format)) == 2 / 5
@@ -66,12 +66,12 @@ def test_half_of_the_smallest_value_becomes_zero_and_what_is_above_does_not(form
 
 @pytest.mark.parametrize("format", ["posit8_1", "posit16_2", "e8m0", "e10m5"])
 def test_formats_that_round_nothing_to_zero(format):
-    """Posits and powers of two end at their smallest value; float32 ends before e10m5 does."""
+    """Posits and powers of two saturate at their smallest value; float32 ends before e10m5."""
     small = torch.tensor([formats.get(format).smallest / 4, 1e-45, 1.0])
     assert share_zeroed([small[small > 0]], formats.get(format)) == 0.0
 
 
-def test_share_lost_equals_what_torchs_bf16_addition_loses():
+def test_share_lost_equals_torchs_bf16_addition():
     before = torch.randn(20_000)
     after = before * (1 + torch.randn(20_000) * 2.0**-9)
     stored = before.bfloat16()
@@ -83,7 +83,7 @@ def test_share_lost_equals_what_torchs_bf16_addition_loses():
     assert share_lost([(before, before)], BF16) == 0.0
 
 
-def test_activation_gradients_are_those_of_leaf_outputs_and_leave_nothing_behind():
+def test_activation_gradients_are_of_leaf_outputs_and_hooks_are_removed():
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     with activation_gradients(model) as collected:
         model(torch.ones(5, 3)).sum().backward()
@@ -96,7 +96,7 @@ def test_activation_gradients_are_those_of_leaf_outputs_and_leave_nothing_behind
 
 
 class Spoil(nn.Module):
-    """Multiplies by something in the forward or in the backward."""
+    """Multiplies by a factor in the forward or the backward."""
 
     def __init__(self, forward: float = 1.0, backward: float = 1.0) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def spoiled(**factors: float) -> nn.Sequential:
         (spoiled(backward=float("nan")), r"gradient of the output of 1 \(Spoil\)"),
     ],
 )
-def test_first_nonfinite_names_the_tensor_that_went_first(model, name):
+def test_first_nonfinite_names_the_first_tensor(model, name):
     def loss():
         return model(torch.ones(2, 3)).sum()
 
@@ -134,7 +134,7 @@ def test_first_nonfinite_names_the_tensor_that_went_first(model, name):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_first_nonfinite_looks_at_the_weights_and_the_input_first():
+def test_first_nonfinite_checks_weights_and_inputs_first():
     model = spoiled()
     bad = torch.tensor([[1.0, float("inf"), 1.0]])
     assert (first_nonfinite(model, lambda: model(bad).sum()) or "").startswith("input of the model")
