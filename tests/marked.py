@@ -1,11 +1,11 @@
-"""The part of a page of the documentation that a program of the tests writes, between two marks."""
+"""The part of a documentation page, between two markers, that a test program writes."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 
 class Marked(NamedTuple):
-    """A page, and the lines before and after what is written."""
+    """A page, and the marker lines before and after the written part."""
 
     page: Path
     begin: str

@@ -1,8 +1,7 @@
 """Faults that the tests must find: each is put into a copy of the source, and the tests named for it must fail.
 
-`make mutants` runs them all, by hand: half an hour. A mutant is a replacement of text in one file (`mutants.toml`). One
-that survives is named, and what it changes has lost its test. Arguments are names, or parts of names, of mutants.
-"""
+`make mutants` runs them all, on demand: half an hour. A mutant replaces a text in one file (`mutants.toml`). Survivors
+are named: what they change is no longer tested. Arguments are names, or parts of names, of mutants."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 SOURCE = ROOT / "src"
-PASSED, FAILED = 0, 1  # what pytest exits with
+PASSED, FAILED = 0, 1  # pytest's exit codes
 _LONGEST = 900  # seconds
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A text of one source file and what stands in its place; `tests` are the files or folders that must notice."""
+    """A replacement of `old` by `new` in one source file; `tests` are the files or folders that must fail."""
 
     name: str
     file: str
@@ -37,7 +36,7 @@ class Mutant:
     tests: tuple[str, ...]
 
     def mistakes(self, source: Path) -> list[str]:
-        """Why this mutant cannot be tried; nothing where it can."""
+        """Why this mutant cannot be tried; empty if it can."""
         path = source / "halfstep" / self.file
         missing = [test for test in self.tests if not (TESTS / test).exists()]
         found = path.read_text().count(self.old) if path.is_file() else 0
@@ -47,20 +46,20 @@ class Mutant:
         ]
 
     def apply(self, source: Path) -> None:
-        """Write the fault."""
+        """Replace the text in the copy of the source."""
         path = source / "halfstep" / self.file
         path.write_text(path.read_text().replace(self.old, self.new))
 
 
 def load(names: Sequence[str] = ()) -> list[Mutant]:
-    """The mutants whose names contain one of those given, or all."""
+    """The mutants whose names contain one of `names`, or all."""
     rows = tomllib.loads((TESTS / "mutants.toml").read_text())["mutant"]
     mutants = [Mutant(row["name"], row["file"], row["old"], row["new"], tuple(row["tests"])) for row in rows]
     return [mutant for mutant in mutants if not names or any(name in mutant.name for name in names)]
 
 
 def mistakes(mutants: Iterable[Mutant]) -> list[str]:
-    """What is wrong with the list itself, before anything is run."""
+    """What is wrong with the list of mutants itself."""
     names = [mutant.name for mutant in mutants]
     twice = [f"{name}: two mutants have this name" for name in sorted(set(names)) if names.count(name) > 1]
     return twice + [mistake for mutant in mutants for mistake in mutant.mistakes(SOURCE)]
@@ -70,11 +69,11 @@ def survives(mutant: Mutant) -> bool:
     """Whether the mutant's tests pass in spite of it.
 
     Raises:
-        RuntimeError: they neither passed nor failed, so they say nothing about the mutant.
+        RuntimeError: they neither passed nor failed, so the result is unknown.
     """
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "src"
-        shutil.copytree(SOURCE, source)  # a kernel that is changed is compiled anew: its hash is another
+        shutil.copytree(SOURCE, source)  # a changed kernel has another hash and is compiled again
         mutant.apply(source)
         paths = [str(TESTS / test) for test in mutant.tests]
         command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *paths]

@@ -1,4 +1,4 @@
-"""Ranks of a test: processes that form a group, in each of which one function of the test's module is called."""
+"""Run a function of a test's module on several ranks, in processes that form a process group."""
 
 import importlib
 import os
@@ -11,17 +11,17 @@ import torch.distributed as dist
 
 
 def on_ranks(function, folder, *arguments, world=2, killed=()):
-    """What `function(rank, *arguments)` returns on each rank: what `torch.load` reads.
+    """The results of `function(rank, *arguments)` on each rank, as `torch.load` reads them.
 
     Args:
-        function: of a module's top level.
-        folder: an empty one.
-        arguments: of the function, as texts.
-        killed: ranks that kill themselves, of which None is returned.
+        function: a module-level function.
+        folder: an empty folder.
+        arguments: passed to the function as strings.
+        killed: ranks that kill themselves; their result is None.
     """
     called = [function.__module__, function.__name__, str(folder), str(world)]
     command = [sys.executable, "-W", "ignore", __file__, *called]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # where the module is
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # to find the function's module
     started = [subprocess.Popen([*command, str(rank), *map(str, arguments)], env=environment) for rank in range(world)]
     try:
         codes = [process.wait(timeout=300) for process in started]

@@ -1,11 +1,10 @@
-"""Builds what is released, checks it, and runs the tests against the wheel where the source is out of reach.
+"""Build the release files, check them, and run the tests against the wheel without the source tree.
 
-`make release` does it in two fresh environments: one has the lowest versions that pyproject.toml allows of what
-halfstep and its extras need, the other the newest. Everything lies in dist/. --quick runs a few rooms instead of all
-fast tests; --only takes one environment, or the files alone. torch's default wheel for Linux brings gigabytes of CUDA:
-PIP_FLAGS chooses another index, and a torch that wants CUDA's libraries is refused unless --cuda is given. uv finds and
-installs the libraries, in seconds where pip fetches whole wheels to learn what they need.
-"""
+`make release` does so in two fresh environments: one with the lowest versions that pyproject.toml allows of what
+halfstep and its extras need, the other with the newest. Everything is written to dist/. --quick runs a few rooms
+instead of all fast tests; --only takes one environment, or just the files. torch's default wheel for Linux brings
+gigabytes of CUDA: PIP_FLAGS chooses another index, and a torch that needs CUDA's libraries is rejected unless --cuda is
+given. uv resolves and installs the libraries, in seconds where pip fetches whole wheels for their metadata."""
 
 from __future__ import annotations
 
@@ -32,20 +31,20 @@ ROOT = Path(__file__).parents[1]
 OUT = ROOT / "dist"
 ROOMS = ("test_prepare.py", "formats", "kb", "recipe", "quant/test_round_exactly.py", "cli/test_without_extras.py")
 ASIDE = ("dev", "bench", "site", "gpu")
-"""Extras whose lower bounds are not pinned: a torch for CUDA asks for its own triton."""
+"""Extras whose lower bounds are not pinned: a torch for CUDA needs its own triton."""
 
 WITHOUT = {"lowest": ("torchao",)}
-"""What an environment does without. PEFT 0.18 imports names that torchao 0.18 no longer has."""
+"""Packages that an environment lacks. PEFT 0.18 imports names that torchao 0.18 no longer has."""
 
 
 def project() -> dict[str, Any]:
-    """The table of pyproject.toml."""
+    """The `project` table of pyproject.toml."""
     found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return found
 
 
 def lowest(project: dict[str, Any], extras: Iterable[str]) -> list[str]:
-    """Constraints that pin every library to its lower bound, those of the extras too: of several bounds the highest.
+    """Constraints that pin every library, including the extras', to its lower bound (the highest of several).
 
     >>> extras = {"hf": ["transformers>=5.0"], "trainer": ["transformers>=5.8"]}
     >>> lowest({"dependencies": ["torch>=2.10,<2.16"], "optional-dependencies": extras}, extras)
@@ -59,9 +58,9 @@ def lowest(project: dict[str, Any], extras: Iterable[str]) -> list[str]:
 
 
 def wheel_mistakes(names: Sequence[str], metadata: str, sources: Iterable[str], project: dict[str, Any]) -> list[str]:
-    """What is wrong with a wheel: its members, its METADATA, and the package's files as `halfstep/...`.
+    """What is wrong with a wheel, from its member names, METADATA, and the package's files (`halfstep/...`).
 
-    Every file of the package is in it, data and py.typed too, with the license, and nothing else.
+    The wheel must hold every file of the package, including data and py.typed, the license, and nothing else.
     """
     members, sources = set(names), set(sources)
     inside = {name for name in members if ".dist-info/" not in name}
@@ -87,7 +86,7 @@ def wheel_mistakes(names: Sequence[str], metadata: str, sources: Iterable[str], 
 
 
 def sdist_mistakes(names: Iterable[str], sources: Iterable[str]) -> list[str]:
-    """What is wrong with a source distribution, of the names in it without the folder that they lie in."""
+    """What is wrong with a source distribution, from its member names without the top folder."""
     members = set(names)
     wanted = {*(f"src/{name}" for name in sources), "README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml"}
     more = members - wanted - {"PKG-INFO", ".gitignore", ""}
@@ -98,13 +97,13 @@ def sdist_mistakes(names: Iterable[str], sources: Iterable[str]) -> list[str]:
 
 
 def named(texts: Iterable[tuple[str, bytes]], paths: Iterable[Path]) -> list[str]:
-    """Files that name a path of this machine."""
+    """Files that contain a path of this machine."""
     found = [(name, path) for name, text in texts for path in paths if str(path).encode() in text]
     return [f"{name} names {path}, a path of this machine" for name, path in found]
 
 
 def check(wheel: Path, sdist: Path) -> list[str]:
-    """What is wrong with the two files."""
+    """What is wrong with the wheel and the source distribution."""
     sources = [name.removeprefix("src/") for name in tracked() if name.startswith("src/")]
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -120,13 +119,13 @@ def check(wheel: Path, sdist: Path) -> list[str]:
 
 
 def tracked() -> list[str]:
-    """The files of the clone."""
+    """The files tracked by git."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
     return listed.stdout.splitlines()
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> None:
-    """A command, shown; one that fails ends everything."""
+    """Print and run a command; exit if it fails."""
     print("+", shlex.join(map(str, command)), flush=True)
     own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     if subprocess.run(list(map(str, command)), cwd=cwd, env=own).returncode:
@@ -140,7 +139,7 @@ def fresh(name: str) -> Path:
 
 
 def build() -> tuple[Path, Path]:
-    """A wheel and a source distribution of the clone as it is, with twine's own checks of both."""
+    """Build a wheel and a source distribution of the clone, with twine's own checks."""
     python = fresh("build")
     backend = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     run(python, "-m", "pip", "install", "--quiet", *backend, "twine", "uv")
@@ -155,11 +154,11 @@ def build() -> tuple[Path, Path]:
 def install(
     python: Path, wheel: Path, constraints: Sequence[str], without: Sequence[str], flags: Sequence[str], cuda: bool
 ) -> None:
-    """The wheel with its extras and what the tests compare with, unless that would bring CUDA unasked."""
+    """Install the wheel with its extras and the tests' references, unless that would bring CUDA unasked."""
     place, uv = python.parent, OUT / "build" / "bin" / "uv"
     (place / "wanted.txt").write_text(f"halfstep[dev] @ {wheel.as_uri()}\n")
     (place / "constraints.txt").write_text("\n".join(constraints) + "\n")
-    # pip's own rule where there are several indexes: the best version of any.
+    # As pip does with several indexes: the best version of any.
     common = ["--quiet", "--python", python, "--index-strategy", "unsafe-best-match", *flags]
     files = [place / "wanted.txt", "-c", place / "constraints.txt"]
     plan = subprocess.run([uv, "pip", "compile", *common, *files], capture_output=True, text=True)
@@ -176,7 +175,7 @@ def install(
 
 
 def suite(python: Path, paths: Sequence[str], name: str) -> None:
-    """The fast tests beside the wheel, in a copy of all that is no source."""
+    """Run the fast tests against the wheel, in a copy of the clone without src/."""
     clone = OUT / f"{name}-tests"
     shutil.rmtree(clone, ignore_errors=True)
     clone.mkdir()
@@ -188,7 +187,7 @@ def suite(python: Path, paths: Sequence[str], name: str) -> None:
     run(python, "-c", where, cwd=clone)
     run(python, "-m", "pip", "list", "--format", "freeze", cwd=clone)
     tests = [f"tests/{path}" for path in paths] or ["tests"]
-    # Libraries of any versions warn of each other: with the pinned ones warnings are errors, and here they are shown.
+    # Arbitrary versions of libraries warn of each other, so warnings, errors with pinned versions, are only shown.
     options = ["-o", "filterwarnings=default", "-n", "logical", "--dist", "worksteal"]
     run(python, "-m", "pytest", *options, *tests, cwd=clone)
 

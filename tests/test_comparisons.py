@@ -1,4 +1,4 @@
-"""The comparisons that the tests stand on tell apart what they should, and nothing else."""
+"""The tests' own comparison functions distinguish what they should, and nothing else."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ PAYLOAD = torch.tensor([0x3F800000, -(2**31), 0x7FC00001], dtype=torch.int32).vi
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_what_differs_fails(other):
+def test_different_tensors_fail(other):
     assert not identical(ONE, other)
     with pytest.raises(AssertionError):
         same_bits(ONE, other)
@@ -27,13 +27,13 @@ def test_what_differs_fails(other):
 
 @pytest.mark.parametrize("other", [OTHERS["a last bit"], OTHERS["a NaN"], OTHERS["a dtype"], ONE[:2]])
 @pytest.mark.parametrize("nest", [lambda x: x, lambda x: [2, x], lambda x: {"a": (1.0, {"b": x})}])
-def test_what_differs_within_a_state_fails(other, nest):
+def test_different_nested_states_fail(other, nest):
     with pytest.raises(AssertionError):
         assert_same(nest(ONE), nest(other))
 
 
 @pytest.mark.parametrize("other", [{"a": 1}, {"a": 2, "b": 3}, {"b": 2}, {}])
-def test_states_of_other_keys_or_numbers_fail(other):
+def test_states_with_other_keys_or_numbers_fail(other):
     with pytest.raises(AssertionError):
         assert_same({"a": 2}, other)
 
@@ -41,7 +41,7 @@ def test_states_of_other_keys_or_numbers_fail(other):
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64]
 )
-def test_equals_pass(dtype):
+def test_equal_tensors_and_states_pass(dtype):
     x = torch.arange(12).view(3, 4).to(dtype)
     for one, other in ((x, x.clone()), (x.t(), x.t().contiguous()), (torch.nn.Parameter(x, False), x[()])):
         same_bits(one, other)

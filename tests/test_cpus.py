@@ -1,4 +1,4 @@
-"""`make test-cpus`: which cells a processor runs, and what it says of the others."""
+"""`make test-cpus`: the cells that run on a processor, and the reasons for skipping others."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def run_on(flags):
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_every_machine_runs_itself_and_two_threads_and_nothing_it_cannot(machine):
+def test_machines_run_their_default_two_threads_and_supported_cells(machine):
     flags = MACHINES[machine]
     assert {"this machine", "2 threads"} <= set(run_on(flags))
     for cell in cpus.CELLS:
@@ -27,7 +27,7 @@ def test_every_machine_runs_itself_and_two_threads_and_nothing_it_cannot(machine
             assert reason.startswith("skipped: this processor has no ")
 
 
-def test_the_highest_level_is_the_first_cell_and_the_lower_ones_run():
+def test_highest_level_is_the_default_cell_and_lower_levels_run():
     assert "ATEN_CPU_CAPABILITY=default" in run_on(AVX2)
     assert "ATEN_CPU_CAPABILITY=avx2" not in run_on(AVX2)
     assert "ATEN_CPU_CAPABILITY=avx2" in run_on(XEON)
@@ -36,7 +36,7 @@ def test_the_highest_level_is_the_first_cell_and_the_lower_ones_run():
     assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX" not in run_on(MACHINES["amx"])
 
 
-def test_the_names_of_cells_differ_and_flags_are_read():
+def test_cell_names_are_distinct_and_flags_are_parsed():
     assert len({cell.name for cell in cpus.CELLS}) == len(cpus.CELLS)
     assert cpus.flags_of("model name : x\nflags\t\t: fpu avx2\n\nflags : none") == {"fpu", "avx2"}
     assert cpus.flags_of("Features : asimd") is None

@@ -1,4 +1,4 @@
-"""The README and the docs hold: examples run, links lead somewhere, figures are those that were kept."""
+"""README and docs are true: examples run, links resolve, and figures equal the saved results."""
 
 import importlib.util
 import json
@@ -22,25 +22,25 @@ from halfstep.cli.app import app
 ROOT = Path(__file__).parent.parent
 README, DOCS, BENCHMARKS = ROOT / "README.md", ROOT / "docs", ROOT / "benchmarks"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)  # and what it prints
-TRL = (pytest.mark.slow, pytest.mark.filterwarnings("ignore"))  # its import takes seconds, and warns
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)  # and its output
+TRL = (pytest.mark.slow, pytest.mark.filterwarnings("ignore"))  # slow to import, with warnings
 LONG = ("integrations.md", "export.md")  # they train with five libraries, and load in a sixth
-SERVERS = ("vllm", "llama_cpp")  # programs for these run where they are installed
+SERVERS = ("vllm", "llama_cpp")  # blocks for these run only if they are installed
 COMMAND = typer.main.get_command(app)
-REFUSED = typer.BadParameter.__base__  # click's UsageError, which typer keeps a copy of its own of
+REFUSED = typer.BadParameter.__base__  # click's UsageError; typer bundles its own copy
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize(
     "text", re.findall(r"^```toml\n(.*?)^```", (DOCS / "adding_a_recipe.md").read_text(), re.MULTILINE | re.DOTALL)
 )
-def test_the_files_of_the_page_on_recipes_are_recipes(text, tmp_path):
+def test_toml_examples_of_adding_a_recipe_are_recipes(text, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(text)
     assert f'name = "{halfstep.get_recipe(str(path)).name}"' in text
 
 
-def test_the_table_of_the_page_on_recipes_names_their_fields():
+def test_table_of_adding_a_recipe_names_recipe_fields():
     page = (DOCS / "adding_a_recipe.md").read_text().split("A contradictory combination")[0]
     named = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     assert named <= {field.name for field in fields(halfstep.Recipe)}
@@ -54,14 +54,14 @@ def runs_here(block):
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # TRL's and PEFT's
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # of TRL and PEFT
 @pytest.mark.parametrize(
     "page",
     [pytest.param(p, marks=pytest.mark.slow) if p.name in LONG else p for p in PAGES],
     ids=lambda page: page.name,
 )
-def test_the_python_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch, capsys):
-    """They print what stands below them, beside the lines of the libraries that they call."""
+def test_python_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch, capsys):
+    """They print the text shown below them, apart from output of the libraries they call."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for block, printed in BLOCK.findall(page.read_text()):
@@ -73,7 +73,7 @@ def test_the_python_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch, c
             assert all(line in lines for line in printed.splitlines()), printed
 
 
-def test_the_first_story_tells_what_the_command_prints(tmp_path, monkeypatch, run):
+def test_start_page_shows_the_output_of_its_command(tmp_path, monkeypatch, run):
     page = (DOCS / "start.md").read_text()
     program, told = (
         BLOCK.findall(page)[0][0],
@@ -86,51 +86,51 @@ def test_the_first_story_tells_what_the_command_prints(tmp_path, monkeypatch, ru
     code, said, _ = run("audit", "train.py")
     assert code == 1
     said, told = (re.sub(r"\d[\d,.]*", "0", re.sub(r"\s+", " ", text)) for text in (said, told[1]))
-    assert said.startswith(told)  # figures are this processor's
+    assert said.startswith(told)  # the figures depend on the processor
 
 
 def links(page):
-    """Where its links and pictures lead, those with a definition of their own and those in HTML too."""
+    """The targets of its links and images, including reference definitions and HTML."""
     text = re.sub(r"`[^`\n]*`", "``", FENCED.sub("", page.read_text()))
     defined = re.findall(r"^\[[^]]+\]: *(\S+)", text, re.MULTILINE)
     return [*re.findall(r"\]\(([^)]*)\)", text), *defined, *re.findall(r'(?:href|src)="([^"]*)"', text)]
 
 
 def anchors(page):
-    """The anchors that GitHub gives to a page's headings: of equal ones the second ends in -1."""
+    """GitHub's anchors of a page's headings; the second of two equal headings ends in -1."""
     titles = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
     found = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
     return {anchor + f"-{n}" * (n > 0) for i, anchor in enumerate(found) if (n := found[:i].count(anchor)) >= 0}
 
 
-def leads_somewhere(page, link):
+def resolves(page, link):
     path, _, anchor = link.partition("#")
     target = page.parent / path if path else page
     return link.startswith("https://") or (target.exists() and (not anchor or anchor in anchors(target)))
 
 
-def test_links_between_pages_lead_somewhere():
+def test_links_between_pages_resolve():
     every = [(page, link) for page in [*PAGES, *ROOT.glob("C*.md")] for link in links(page)]
     assert len(every) > 50
-    broken = [f"{page.relative_to(ROOT)}: {link}" for page, link in every if not leads_somewhere(page, link)]
+    broken = [f"{page.relative_to(ROOT)}: {link}" for page, link in every if not resolves(page, link)]
     assert not broken
 
 
-def test_a_broken_link_is_noticed():
-    assert leads_somewhere(README, "docs/recipes.md#routers")
+def test_broken_link_is_found():
+    assert resolves(README, "docs/recipes.md#routers")
     for broken in ("docs/recipe.md", "docs/recipes.md#routes", "#recipes"):
-        assert not leads_somewhere(README, broken)
+        assert not resolves(README, broken)
 
 
 def commands(page):
-    """The commands of halfstep's in a page's blocks, as lists of words; a backslash goes on in the next line."""
+    """The halfstep commands in a page's code blocks, as lists of words; a backslash continues a line."""
     blocks = re.findall(r"^```(?:sh|bash|console)?\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [shlex.split(line, comments=True)[1:] for line in lines if re.match(r"halfstep( |$)", line)]
 
 
 def parsed(words):
-    """Have the command line's own parser take a command's words, without running it; returns its name and options."""
+    """Parse a command's words with the command line's parser, without running it; returns its path and options."""
     name, command, context = "halfstep", COMMAND, None
     while True:
         context = command.make_context(name, list(words), parent=context)
@@ -141,7 +141,7 @@ def parsed(words):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_commands_of_a_page_are_halfsteps(page):
+def test_commands_of_a_page_parse(page):
     for words in commands(page):
         path, options = parsed(words)
         assert path != "halfstep", words
@@ -153,8 +153,8 @@ def test_the_commands_of_a_page_are_halfsteps(page):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["start.md", "export.md"])
-def test_the_commands_of_a_page_run(page, tmp_path, monkeypatch, run):
-    """In order, on a model in each folder that they name; 1 is the answer no, of a cast that is risky."""
+def test_commands_of_a_page_run(page, tmp_path, monkeypatch, run):
+    """In order, on a model in each folder that they name; exit code 1 is the answer no, for a risky cast."""
     hf = importlib.import_module("transformers")
     config = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     monkeypatch.chdir(tmp_path)
@@ -167,7 +167,7 @@ def test_the_commands_of_a_page_run(page, tmp_path, monkeypatch, run):
         assert said
 
 
-def test_the_extras_that_pages_install_are_there():
+def test_extras_that_pages_install_exist():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {
         name
@@ -178,7 +178,7 @@ def test_the_extras_that_pages_install_are_there():
     assert "trainer" in named <= extras.keys()
 
 
-def test_commands_are_found_in_pages_and_wrong_ones_are_refused():
+def test_commands_are_found_in_pages_and_wrong_ones_fail_to_parse():
     assert sum(len(commands(page)) for page in PAGES) > 60
     assert parsed(["kb", "check", "google/flan-t5-xxl", "--use", "fp16"])[1]["use"] == "fp16"
     for wrong in (
@@ -192,7 +192,7 @@ def test_commands_are_found_in_pages_and_wrong_ones_are_refused():
             parsed(wrong.split())
 
 
-def test_functions_lie_in_the_files_that_the_page_on_the_design_names():
+def test_files_and_functions_of_the_design_page_exist():
     page, package = (DOCS / "design.md").read_text(), Path(halfstep.__file__).parent
     files = set(re.findall(r"`(\w+/[\w/]+\.py)`", page))
     assert len(files) > 20
@@ -202,18 +202,18 @@ def test_functions_lie_in_the_files_that_the_page_on_the_design_names():
     assert not [(file, name) for file, name in named if f"def {name}(" not in (package / file).read_text()]
 
 
-def test_the_index_names_every_page_once():
+def test_index_lists_every_page_once():
     outside = ["../CHANGELOG.md", "../CONTRIBUTING.md", "../README.md"]
     pages = [page.name for page in DOCS.glob("*.md") if page.name != "README.md"]
     assert sorted(links(DOCS / "README.md")) == sorted([*outside, *pages])
 
 
-def test_the_front_page_is_short():
+def test_readme_is_short():
     assert len(README.read_text().split()) < 700
 
 
 def rows(page):
-    """The rows of a page's tables that begin with a name in code, by that name; of two rows the first."""
+    """The rows of a page's tables that start with a name in code, by that name; the first of duplicates."""
     found = {}
     for line in page.read_text().splitlines():
         if line.startswith("| `"):
@@ -222,7 +222,7 @@ def rows(page):
     return found
 
 
-def test_five_recipes_of_the_front_page_did_in_the_demo_what_it_says():
+def test_readme_recipes_agree_with_the_demo():
     front, demo = rows(README), rows(DOCS / "demo.md")
     assert len(front) == 5
     for name, (_, bytes_per_parameter, result) in front.items():
@@ -232,7 +232,7 @@ def test_five_recipes_of_the_front_page_did_in_the_demo_what_it_says():
         assert verdict.strip("*").startswith(word)
 
 
-def test_figures_of_the_front_page_are_those_of_the_pages_behind_it():
+def test_readme_figures_equal_the_linked_pages():
     words = " ".join(README.read_text().split())
     assert "`bf16-mixed` step takes 0.36 of torch.autocast's time on a CPU without native bf16 and 0.98" in words
     benchmarks = (DOCS / "benchmarks.md").read_text()
@@ -274,15 +274,15 @@ def test_figures_of_the_front_page_are_those_of_the_pages_behind_it():
         pytest.param("mismatch.md", "grpo", "table", "grpo.json", marks=TRL),
     ],
 )
-def test_a_page_shows_the_figures_that_were_kept(page, module, function, figures, monkeypatch):
+def test_page_shows_the_saved_figures(page, module, function, figures, monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     write = getattr(importlib.import_module(module), function)
     kept = [json.loads((BENCHMARKS / "results" / file).read_text()) for file in figures.split()]
     assert write(*kept) in (DOCS / page).read_text()
 
 
-def test_inference_says_first_which_recipe_to_serve_and_the_kept_figures_bear_it_out():
-    """Recipes whose logits did not depend on the rest of the batch, and those whose did, each in a sentence."""
+def test_inference_page_recommends_recipes_as_measured():
+    """One sentence names the recipes whose logits were independent of the rest of the batch, one those that depend."""
     distances = json.loads((BENCHMARKS / "results" / "batch_mates.json").read_text())["distances"]
     moved = {name for name, found in distances.items() if max(found["16 rows"], found["128 rows"]) > 1e-3}
     still = {name for name in distances if name not in moved}
@@ -296,12 +296,12 @@ def test_inference_says_first_which_recipe_to_serve_and_the_kept_figures_bear_it
     assert advised < still
     assert (
         advised | {"fp32", "bf16", "mxfp4"} == still
-    )  # unrounded weights; and what loses most of those that may serve
+    )  # unrounded weights, and the recipe that loses most of the servable ones
     assert warned == moved
     assert distances["mxfp4"]["KV cache"] == max(distances[name]["KV cache"] for name in still)
 
 
-def test_no_binary_is_tracked_but_pictures():
+def test_only_images_are_tracked_as_binary_files():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("no checkout of git")
@@ -310,12 +310,12 @@ def test_no_binary_is_tracked_but_pictures():
 
 
 def scripts():
-    """The files that are run by themselves."""
+    """The files that are run as programs."""
     every = [path for folder in ("benchmarks", "examples", "docs") for path in sorted((ROOT / folder).glob("*.py"))]
     return [path for path in every if 'if __name__ == "__main__":' in path.read_text()]
 
 
-def test_scripts_read_their_options_before_they_start():
+def test_scripts_parse_their_options():
     assert len(scripts()) > 30
     unread = [
         path.name for path in scripts() if not re.search(r"parse_args\(|ArgumentParser|keeps\(", path.read_text())
@@ -326,7 +326,7 @@ def test_scripts_read_their_options_before_they_start():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("script", scripts(), ids=lambda path: path.name)
-def test_a_script_shows_its_help_and_refuses_what_it_does_not_know(script, monkeypatch, capsys):
+def test_scripts_show_help_and_reject_unknown_options(script, monkeypatch, capsys):
     monkeypatch.syspath_prepend(script.parent)
     for beside in script.parent.glob("*.py"):  # a test's module may have the name of one that the script imports
         monkeypatch.delitem(sys.modules, beside.stem, raising=False)
@@ -338,16 +338,16 @@ def test_a_script_shows_its_help_and_refuses_what_it_does_not_know(script, monke
     assert f"usage: {script.name}" in capsys.readouterr().out
 
 
-@pytest.mark.slow  # test_prepare.py asks the same of one weight
-def test_example_of_lost_updates_ends_where_arithmetic_says():
+@pytest.mark.slow  # test_prepare.py has the fast test, with one weight
+def test_example_of_lost_updates_gives_the_exact_results():
     ends = runpy.run_path(str(ROOT / "examples" / "lost_updates.py"))["main"]()
     assert ends["fp32"] == ends["bf16-master"] == 0.0
     assert ends["bf16-nomaster"] == ends["fp16-pure"] == 1.0
     assert abs(ends["bf16-stochastic"]) < 0.01
 
 
-@pytest.mark.slow  # seconds
-@pytest.mark.filterwarnings("ignore:.*Enum subclass:UserWarning")  # torchao's, as transformers imports it
+@pytest.mark.slow  # takes seconds
+@pytest.mark.filterwarnings("ignore:.*Enum subclass:UserWarning")  # torchao's, raised when transformers imports it
 @pytest.mark.parametrize("study", ["ibp", "switch", "balance", "decoding", "compressed", "foa", "mosaicbert"])
 def test_study_of_a_paper_resumes(study, tmp_path, capsys, monkeypatch):
     if study == "foa":
@@ -364,7 +364,7 @@ def test_study_of_a_paper_resumes(study, tmp_path, capsys, monkeypatch):
     assert (tmp_path / f"{study}.png").exists()
 
 
-def test_page_of_papers_shows_what_was_kept():
+def test_page_of_papers_shows_the_saved_figures():
     page = (DOCS / "papers.md").read_text()
     ibp, switch, balance = (
         json.loads((BENCHMARKS / "results" / f"{study}.json").read_text()) for study in ("ibp", "switch", "balance")
@@ -383,7 +383,7 @@ def test_page_of_papers_shows_what_was_kept():
 
 
 @pytest.mark.parametrize("architecture", ["llama", "falcon"])
-def test_divergence_of_quantised_models_falls_with_the_temperature(architecture):
+def test_divergence_of_quantized_models_falls_with_temperature(architecture):
     runs = json.loads((BENCHMARKS / "results" / "decoding.json").read_text())["runs"]
     runs = [run for name, run in runs.items() if name.startswith(f"{architecture}, seed")]
     for run in runs:
@@ -394,7 +394,7 @@ def test_divergence_of_quantised_models_falls_with_the_temperature(architecture)
     assert f"| {mean:.3g} (" in (DOCS / "papers.md").read_text()
 
 
-def test_errors_of_compressed_weights_are_those_of_a_reference_in_float64():
+def test_errors_of_compressed_weights_equal_a_float64_reference():
     kept = json.loads((BENCHMARKS / "results" / "compressed.json").read_text())
     expected = {
         "bf16": 1.659e-3, "e5m2": 5.299e-2, "e4m3fn": 2.643e-2, "posit8_0": 9.835e-3, "posit8_1": 1.3290e-2,
@@ -412,16 +412,16 @@ def test_errors_of_compressed_weights_are_those_of_a_reference_in_float64():
         assert max(abs(crossing["low"]), abs(crossing["high"])) < 0.25
 
 
-def test_example_of_an_own_loop_learns():
+def test_example_of_a_custom_loop_learns():
     example = runpy.run_path(str(ROOT / "examples" / "own_loop.py"))["main"]
     assert example("bf16-stochastic", steps=60) < 0.5
 
 
 @pytest.mark.parametrize("recipe", ["fp16-mixed", pytest.param("bf16-master", marks=pytest.mark.slow)])
-def test_example_of_nanogpts_loop_learns(recipe):
+def test_example_of_the_nanogpt_loop_learns(recipe):
     assert runpy.run_path(str(ROOT / "examples" / "nanogpt_loop.py"))["main"](recipe, max_iters=40) < 1.2
 
 
-def test_example_of_a_quantised_model_computes_what_the_trained_one_did():
+def test_example_of_a_quantized_model_equals_the_trained_one():
     trained, loaded = runpy.run_path(str(ROOT / "examples" / "quantized.py"))["main"](steps=40)
     assert trained == loaded < 0.4

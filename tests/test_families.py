@@ -1,4 +1,4 @@
-"""A loop over a family tries every member, each from the same seed, and its error names all that fail."""
+"""`for_each` tries every member from the same seed and names all failures; `in_turn` and `quick` choose fast cases."""
 
 import re
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import torch
 from families import for_each, in_turn, mark_slow
 
 
-def test_an_error_names_every_member_that_fails():
+def test_error_names_every_failing_member():
     seen = []
 
     @for_each("n, word", [(1, "one"), (2, "two"), (3, "three"), (4, "four")], ids=lambda member: member[1])
@@ -27,7 +27,7 @@ def test_an_error_names_every_member_that_fails():
     assert str(caught.value.__cause__).startswith("even")
 
 
-def test_loops_nest_and_leave_fixtures_to_pytest(request):
+def test_loops_nest_and_take_fixtures(request):
     seen = []
 
     @for_each("a", [1, 2])
@@ -41,14 +41,14 @@ def test_loops_nest_and_leave_fixtures_to_pytest(request):
     assert seen == [(1, 3), (1, 4), (2, 3), (2, 4)]
 
 
-def test_a_loop_over_nothing_is_an_error():
+def test_empty_loop_raises():
     with pytest.raises(AssertionError, match="no file to loop over"):
         for_each("file", [])
     with pytest.raises(AssertionError, match="takes no file"):
         for_each("file", [1])(lambda other: None)
 
 
-def test_a_loop_of_few_members_is_fast_and_one_of_all_is_slow():
+def test_loop_of_fast_members_is_fast_and_of_all_is_slow():
     seen = []
 
     @for_each("n", [1, 2, 3], fast=[1, 3])
@@ -69,12 +69,12 @@ def test_a_loop_of_few_members_is_fast_and_one_of_all_is_slow():
         for_each("n", [1], fast=[])
 
 
-def test_every_member_of_every_family_has_a_turn():
+def test_in_turn_covers_every_member():
     assert in_turn("abc", [1, 2], [None]) == [("a", 1, None), ("b", 2, None), ("c", 1, None)]
     assert in_turn([1], "ab") == [(1, "a"), (1, "b")]
 
 
-def test_cases_that_are_not_quick_are_slow_and_an_unknown_case_is_an_error():
+def test_cases_not_listed_as_quick_are_slow_and_unknown_ones_raise():
     def items(*ids):
         return [
             SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Imports go down: a file imports from its own room or from a lower floor, at the top of the file."""
+"""The package's structure: imports go to the same room or a lower floor, at the top of files; other house rules."""
 
 import ast
 import functools
@@ -23,7 +23,7 @@ FLOORS = {
 }  # fmt: skip
 # Floor 0 is one room: plain data and its errors.
 SHARED = {"constant", "drawing", "errors", "registry", "text", "formats"}
-LAZY = {"__init__"}  # whose __getattr__ imports, beside the commands in cli
+LAZY = {"__init__"}  # its __getattr__ imports, like the commands in cli
 FILES = sorted(ROOT.rglob("*.py"))
 every_file = for_each("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 
@@ -47,7 +47,7 @@ def nodes(file, *kinds):
 
 
 def imported(node):
-    """The full names that an import statement may bind or load."""
+    """The full names that an import statement can bind or load."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     assert node.level == 0, "a relative import"
@@ -76,14 +76,14 @@ def test_every_file_has_a_floor(file):
 
 
 @every_file
-def test_imports_go_down(file):
+def test_imports_go_to_lower_floors(file):
     source = room_of(file)
     wrong = sorted(target for target in rooms_imported(file) if not allowed(source, target))
     assert not wrong, f"{file.relative_to(ROOT)} imports {wrong}"
 
 
 @every_file
-def test_imports_stand_at_the_top(file):
+def test_imports_are_at_the_top(file):
     functions = nodes(file, ast.FunctionDef, ast.AsyncFunctionDef)
     hidden = [n for f in functions for n in ast.walk(f) if isinstance(n, (ast.Import, ast.ImportFrom))]
     assert not hidden or room_of(file) == "cli" or room_of(file) in LAZY
@@ -97,7 +97,7 @@ def test_no_globals_and_no_environment(file):
 
 
 @for_each("file", [file for file in FILES if room_of(file) in SHARED], ids=lambda file: str(file.relative_to(ROOT)))
-def test_floor_0_needs_nothing_but_the_standard_library(file):
+def test_floor_0_needs_only_the_standard_library(file):
     names = {name.split(".")[0] for node in nodes(file, ast.Import, ast.ImportFrom) for name in imported(node)}
     assert not names & {"torch", "numpy", "numba", "scipy", "pydantic", "rich", "typer"}
 
@@ -111,7 +111,7 @@ MADE = {
 
 @every_file
 def test_tensors_are_made_with_dtype_and_device(file):
-    """Others set `torch.set_default_dtype` and `torch.set_default_device`: Hugging Face loads models so."""
+    """Users set `torch.set_default_dtype` and `torch.set_default_device`, as Hugging Face does to load models."""
     calls = [node for node in nodes(file, ast.Call) if isinstance(node.func, ast.Attribute) and node.func.attr in MADE]
     made = [call for call in calls if isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"]
     wrong = [call.lineno for call in made if not {"dtype", "device"} <= {keyword.arg for keyword in call.keywords}]
@@ -119,14 +119,14 @@ def test_tensors_are_made_with_dtype_and_device(file):
 
 
 @every_file
-def test_every_file_opens_with_a_sentence(file):
+def test_files_start_with_a_docstring_sentence(file):
     docstring = ast.get_docstring(tree(file))
     assert docstring
     assert docstring.splitlines()[0].endswith((".", ":"))
 
 
-def test_the_rules_would_notice():
-    """The floors refuse what they are for."""
+def test_allowed_rejects_upward_imports():
+    """`allowed` rejects what it should."""
     assert not allowed("quant", "ops")
     assert not allowed("nn", "optim")
     assert not allowed("unit", "nn")
@@ -142,7 +142,7 @@ def test_the_rules_would_notice():
 
 
 def modules_imported(file):
-    """The files of this package that one imports from, those for type checkers among them."""
+    """The package's files that `file` imports from, including under TYPE_CHECKING."""
     found = set()
     for node in nodes(file, ast.Import, ast.ImportFrom):
         names = imported(node)
@@ -152,11 +152,11 @@ def modules_imported(file):
     return found & set(FILES) - {file}
 
 
-def test_no_file_imports_itself_through_others():
-    graphlib.TopologicalSorter({file: modules_imported(file) for file in FILES}).prepare()  # raises a CycleError
+def test_imports_have_no_cycles():
+    graphlib.TopologicalSorter({file: modules_imported(file) for file in FILES}).prepare()  # raises CycleError
 
 
-def test_no_two_test_files_have_one_name():
-    """pytest imports them by it, so that the second of them ends the collection."""
+def test_names_of_test_files_are_distinct():
+    """pytest imports test files by name, so a second file of the same name fails the collection."""
     names = [file.name for file in Path(__file__).parent.rglob("test_*.py")]
     assert [name for name in names if names.count(name) > 1] == []

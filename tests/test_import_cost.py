@@ -1,4 +1,4 @@
-"""What needs no torch imports none: `import halfstep`, and the commands that only read data."""
+"""`import halfstep` and commands that only read data import no torch and no other heavy library."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ COMMAND = "import sys; sys.argv = {!r}; from halfstep.cli.app import main\ntry: 
 
 
 def heavy_after(*codes):
-    """What of that is imported after each of the codes, which run one after the other in one process."""
+    """The heavy modules imported after each code; the codes run one after another in one process."""
     report = f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
     code = "\n".join(["import sys", *(f"{code}\n{report}" for code in codes)])
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -35,12 +35,12 @@ CODES = [
 ]
 
 
-def test_no_torch():
+def test_light_code_imports_no_heavy_library():
     assert heavy_after(*CODES) == dict.fromkeys(CODES, "[]")
 
 
 @pytest.mark.slow
-def test_no_compiler_where_nothing_is_compiled_by_torch():
+def test_rounding_imports_no_torch_compiler():
     rounds = "[halfstep.round_to(torch.zeros(64), format) for format in ('e4m3fn', 'mxfp8')]"
     code = f"import halfstep, sys, torch; {rounds}; print([*sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -49,7 +49,7 @@ def test_no_compiler_where_nothing_is_compiled_by_torch():
 
 
 @pytest.mark.slow
-def test_every_room_that_the_pages_name_is_an_attribute_of_the_package():
+def test_names_used_in_pages_are_attributes_of_the_package():
     pages = Path(__file__).parent.parent.glob("**/*.md")
     text = "\n".join(page.read_text() for page in [*pages] if not {".venv", "_build"} & {*page.parts})
     named = re.findall(r"(?<!import )(?<!from )(?<!-m )\bhalfstep\.([a-z]+)\.(\w+)", text)
@@ -59,5 +59,5 @@ def test_every_room_that_the_pages_name_is_an_attribute_of_the_package():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_what_is_imported_is_seen():
+def test_heavy_after_finds_an_import():
     assert heavy_after("import sys", "import numpy") == {"import sys": "[]", "import numpy": "['numpy']"}

@@ -1,4 +1,4 @@
-"""The table for people who come from other libraries names what exists."""
+"""docs/migrating.md, the table for users of other libraries, names things that exist."""
 
 import re
 from pathlib import Path
@@ -18,24 +18,24 @@ RECIPES = sorted({*re.findall(r'(?:recipe=|get_recipe\(|model, )"([^"]+)"', HERE
 FIELDS = [field for field in ("attention", "compute") if f"field `{field}`" in HERE]
 
 
-def test_every_row_says_what_is_here():
+def test_every_row_names_a_counterpart():
     assert len(ROWS) > 45
     assert all(len(row) == 2 and row[1].rstrip(" |") for row in ROWS), [row for row in ROWS if len(row) != 2]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_names_exist(name):
+def test_names_exist(name):
     found = halfstep
     for part in name.strip(".").split("."):
         found = getattr(found, part)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_its_recipes_exist(name):
+def test_recipes_exist(name):
     halfstep.get_recipe(name)
 
 
-def test_its_fields_and_quantizers_exist():
+def test_fields_and_quantizers_exist():
     assert len(FIELDS) == 2
     assert all(hasattr(halfstep.get_recipe("fp32"), field) for field in FIELDS)
     for name in re.findall(r'get_quantizer\("([^"]+)"\)', HERE):
@@ -43,11 +43,11 @@ def test_its_fields_and_quantizers_exist():
 
 
 @pytest.mark.parametrize(("level", "recipe"), re.findall(r'`recipe="(O\d)"`, which is `([^`]+)`', HERE))
-def test_apexs_levels_are_those_recipes(level, recipe):
+def test_apex_levels_are_the_named_recipes(level, recipe):
     assert halfstep.get_recipe(level).name == recipe
 
 
-def test_the_recipes_that_it_describes_are_so():
+def test_described_recipe_settings_are_right():
     scale = halfstep.recipe.LossScale(128.0, dynamic=False)
     assert (scale.init, scale.dynamic) == (128.0, False)
     megatron = halfstep.get_recipe("bf16-megatron")

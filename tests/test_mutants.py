@@ -1,15 +1,15 @@
-"""Every fault that `make mutants` puts into the source can still be put there."""
+"""Every fault of `make mutants` can still be put into the source."""
 
 import dataclasses
 
 import mutants
 
 
-def test_every_mutant_can_be_tried():
+def test_mutants_are_applicable():
     assert mutants.mistakes(mutants.load()) == []
 
 
-def test_a_text_that_is_gone_is_told():
+def test_missing_text_or_test_is_reported():
     gone = dataclasses.replace(mutants.load()[0], old="no such text", tests=("test_nowhere.py",))
     missing, old = mutants.mistakes([gone])
     assert "there is no tests/test_nowhere.py" in missing

@@ -1,11 +1,10 @@
 """Every name of torch that the package uses exists in the oldest torch that pyproject.toml allows.
 
-The tests run with another one, so the names that the oldest has are kept in a file. With it installed,
+The tests run with a newer one, so the oldest torch's names are kept in a file. With the oldest torch installed,
 
     python tests/test_oldest_torch.py
 
-looks the names up again, writes those that it has, and prints the others.
-"""
+looks up the used names again, writes those that exist, and prints the others."""
 
 import ast
 import importlib
@@ -19,7 +18,7 @@ KEPT = ROOT / "tests" / "oldest_torch.txt"
 
 
 def used():
-    """The names of torch in the package: imported ones, and attributes of `torch`; not those of our own operators."""
+    """The names of torch used in the package: imported ones and attributes of `torch`, except our own operators."""
     found = set()
     for file in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -33,7 +32,7 @@ def used():
 
 
 def has(name):
-    """Whether the torch that is installed has it: `module:name`, or attributes of `torch`, modules among them."""
+    """Whether the installed torch has the name: `module:name`, or a path of attributes or submodules of `torch`."""
     module, _, attribute = name.partition(":")
     try:
         if attribute:
@@ -49,11 +48,11 @@ def has(name):
 
 
 def oldest():
-    """The lower bound of torch."""
+    """torch's lower bound."""
     return re.search(r'"torch>=([\d.]+)', (ROOT / "pyproject.toml").read_text())[1]
 
 
-def test_the_oldest_torch_has_every_name_that_the_package_uses():
+def test_oldest_torch_has_every_used_name():
     version, *names = KEPT.read_text().split()
     assert version == oldest(), f"install torch {oldest()} and run tests/test_oldest_torch.py with it"
     new = sorted(used() - {*names})

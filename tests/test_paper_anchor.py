@@ -1,4 +1,4 @@
-"""The study of rotary positions and anchors: its arithmetic against figures computed before, and a quick run."""
+"""examples/papers/anchor.py, the study of rotary positions and anchors: its arithmetic, and a quick run."""
 
 import json
 import math
@@ -23,7 +23,8 @@ def anchor():
 
 
 def shift_error(rotated, q, k, dtype, shift=16, rounds=None, tables=None):
-    """The root mean square change of causal logits, queries and keys rotated in `dtype`, and rounded to `rounds`."""
+    """The root-mean-square change of causal logits under a shift, with q and k rotated in `dtype` and rounded to
+    `rounds`."""
     length = q.shape[-2]
 
     def logits(start):
@@ -35,8 +36,8 @@ def shift_error(rotated, q, k, dtype, shift=16, rounds=None, tables=None):
     return float((logits(0) - logits(shift)).square().mean().sqrt())
 
 
-@pytest.mark.slow  # seconds: importing what draws the picture
-def test_rounded_rotations_are_as_far_from_relative_as_the_paper_computes(anchor):
+@pytest.mark.slow  # importing the plotting code takes seconds
+def test_errors_of_rounded_rotations_equal_the_papers(anchor):
     torch.manual_seed(0)
     q, k = torch.randn(2, 512, 128).double()
     rotated = anchor["rotated"]
@@ -54,11 +55,11 @@ def test_rounded_rotations_are_as_far_from_relative_as_the_paper_computes(anchor
     assert shift_error(rotated, q, k, torch.float32, tables=tables16) == pytest.approx(5.8e-2, rel=0.1)
     assert bf16 / shift_error(rotated, q, k, torch.float32, rounds=torch.float16) == pytest.approx(8.0, rel=0.1)
     far = shift_error(rotated, q, k, torch.float32, 4000, torch.bfloat16)
-    assert far == pytest.approx(bf16, rel=0.1)  # rounding, that does not grow with the shift
+    assert far == pytest.approx(bf16, rel=0.1)  # rounding errors, which do not grow with the shift
 
 
 @pytest.mark.slow
-def test_a_sink_takes_its_share_of_the_change(anchor):
+def test_attention_sink_has_a_large_share_of_the_change(anchor):
     torch.manual_seed(0)
     q, k = torch.randn(2, 512, 128).double()
     q += 1.0
@@ -76,11 +77,11 @@ def test_a_sink_takes_its_share_of_the_change(anchor):
         change = (weights(0) - weights(16)).abs().sum(0) / torch.arange(512, 0, -1)
         shares.append(float(change[0] / change.sum()))
     assert shares[1] > 5 * shares[0]
-    assert shares[1] > 0.05  # one of 512 columns
+    assert shares[1] > 0.05  # for one of 512 columns
 
 
 @pytest.mark.slow
-def test_resets_and_anchors_are_equal_where_arithmetic_says_and_only_there(anchor):
+def test_resets_and_anchors_are_equal_only_where_expected(anchor):
     torch.manual_seed(0)
     model = anchor["Reader"]()
     for seed in range(3):
@@ -98,7 +99,7 @@ def test_resets_and_anchors_are_equal_where_arithmetic_says_and_only_there(ancho
 
 
 @pytest.mark.slow
-def test_answers_are_what_a_loop_over_the_document_finds(anchor):
+def test_answers_equal_a_loop_over_the_document(anchor):
     for shared in (True, False):
         tokens, doc, answers, far = anchor["windows"](3, 60, 5, 4, shared)
         for row in range(3):
@@ -112,7 +113,7 @@ def test_answers_are_what_a_loop_over_the_document_finds(anchor):
 
 
 @pytest.mark.slow
-def test_the_study_resumes_and_its_page_shows_what_was_kept(tmp_path, capsys, monkeypatch):
+def test_study_resumes_and_its_page_shows_the_saved_figures(tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(PAPERS)
     printed = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The package's regular expressions: none takes time exponential in the length of a text, whoever wrote the text."""
+"""None of the package's regular expressions can backtrack exponentially in the length of a text."""
 
 import ast
 import json
@@ -25,11 +25,11 @@ MADE = {
     ],
     "nn/paths.py": [translate(glob) for rule in KEEP for glob in rule.path.split("|")],
 }
-"""The expressions of files that do not write them out where they use them."""
+"""Expressions of files that build them elsewhere than where they are used."""
 
 
 def expressions():
-    """Each expression of the package: the file it is in, and its text; None where the text is made elsewhere."""
+    """(file, expression) for each use of `re` in the package; None if the expression is built elsewhere."""
     for file in sorted(ROOT.rglob("*.py")):
         source = file.read_text()
         assert "from re import" not in source, f"{file}: import re as a whole"
@@ -40,7 +40,7 @@ def expressions():
 
 
 def text(node):
-    """The text of an expression as it is written, any word standing for what is put in."""
+    """The expression as written, with "word" for each formatted value."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -59,11 +59,11 @@ ALL = [(file, one) for file, one in FOUND if one is not None] + [(f, one) for f,
     (r"a*b*c", False), (r"(a|b)*c", False), (r"(-[a-z]+)*x", False), (r"\w*attn\w*", False), (r"(ab?)*c", False),
     (r"(?:[ \t]*-.*\n)*", False), (r"([^/]+/)+x", False), (r"a{1,3}a{1,3}b", False), (r"(\d+|all)x(\d+|all)", False),
 ])  # fmt: skip
-def test_what_is_exponential_is_told_apart(pattern, exponential):
+def test_exponential_patterns_are_recognised(pattern, exponential):
     assert is_exponential(pattern) is exponential
 
 
-def test_every_expression_is_looked_at():
+def test_every_expression_of_the_package_is_tested():
     assert {file for file, one in FOUND if one is None} == set(MADE)
     assert len(ALL) > 60
     assert all(MADE.values())
@@ -74,6 +74,6 @@ def test_no_expression_is_exponential(file, pattern):
     assert not is_exponential(pattern, re.IGNORECASE | re.MULTILINE)
 
 
-def test_globs_of_the_knowledge_base_have_two_stars_at_most():
-    """Between two stars a name is gone through once for each of its characters."""
+def test_globs_of_the_knowledge_base_have_at_most_two_stars():
+    """With two stars matching is quadratic in the name's length; each further star adds a power."""
     assert max(name.count("*") for entry in load(None).entries for name in entry.model_ids) <= 2

@@ -1,4 +1,4 @@
-"""The documented five lines, the stall that masters are for, and names that stay what they are."""
+"""`prepare`: the documented loop, updates that stall without masters, public names, and rejected models."""
 
 import importlib
 import pkgutil
@@ -15,8 +15,8 @@ from halfstep.recipe import DTYPES, Recipe, get_recipe
 from tiny import RECIPES, adamw, assert_same, batch, descend, mlp, mostly_slow, prepared
 
 
-def stalls(weights, master=None, rounding="nearest_even", times=4096):
-    """1.0 less 1/times, that many times, through the real optimizer: 2^-12 unless told."""
+def weight_after_steps(weights, master=None, rounding="nearest_even", times=4096):
+    """A weight of 1.0 after `times` steps of -1/times through the real optimizer, and its master."""
     weight = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(weight.weight)
     recipe = Recipe("made", "", "", weights=weights, master=master, update_rounding=rounding)
@@ -29,20 +29,20 @@ def stalls(weights, master=None, rounding="nearest_even", times=4096):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["fp16", "bf16"])
-def test_16_bit_weights_alone_stall_where_a_master_arrives(weights):
-    assert stalls(weights) == (1.0, None)
-    value, master = stalls(weights, "fp32")
+def test_16_bit_weights_stall_without_a_master(weights):
+    assert weight_after_steps(weights) == (1.0, None)
+    value, master = weight_after_steps(weights, "fp32")
     assert value == master.item() == 0.0
 
 
 @pytest.mark.slow
-def test_fp32_weights_arrive():
-    assert stalls("fp32")[0] == 0.0
+def test_fp32_weights_do_not_stall():
+    assert weight_after_steps("fp32")[0] == 0.0
 
 
-def test_stochastic_rounding_arrives_on_average():
-    assert stalls("bf16", times=1024)[0] == 1.0
-    assert stalls("bf16", rounding="stochastic", times=1024)[0] == pytest.approx(0.0, abs=0.15)
+def test_stochastic_rounding_does_not_stall_on_average():
+    assert weight_after_steps("bf16", times=1024)[0] == 1.0
+    assert weight_after_steps("bf16", rounding="stochastic", times=1024)[0] == pytest.approx(0.0, abs=0.15)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_stochastic_rounding_arrives_on_average():
     [("fp16", -12, False), ("fp16", -11, True), ("bf16", -9, False), ("bf16", -8, True)],
 )
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_first_update_that_is_lost(weights, step, moves, sign):
-    """1 - 2^-12 and 1 + 2^-11 are lost in fp16, 1 - 2^-9 and 1 + 2^-8 in bf16: half a gap, tied to even 1."""
+def test_updates_of_up_to_half_a_gap_are_lost(weights, step, moves, sign):
+    """1 - 2^-12 and 1 + 2^-11 are lost in fp16, 1 - 2^-9 and 1 + 2^-8 in bf16: half a gap, and ties go to even 1."""
     size = 2.0 ** (step + (sign > 0))
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(model.weight)
@@ -64,7 +64,7 @@ def test_the_first_update_that_is_lost(weights, step, moves, sign):
 
 @pytest.mark.quick("fp32", "bf16-mixed", "bf16-stochastic")
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
-def test_the_documented_loop(name):
+def test_documented_loop_trains(name):
     model = mlp()
     optimizer = adamw(model)
     x, y = batch()
@@ -76,7 +76,7 @@ def test_the_documented_loop(name):
     assert scaler.is_enabled() == (scale is not None)
 
 
-def test_masters_are_taken_before_the_weights_are_rounded():
+def test_masters_start_from_unrounded_weights():
     model = mlp()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model, optimizer, _ = prepared("bf16-master", model)
@@ -85,8 +85,8 @@ def test_masters_are_taken_before_the_weights_are_rounded():
     assert not torch.equal(before["0.weight"], model[0].weight.detach().float())
 
 
-def test_a_parameter_of_no_module_is_trained_as_it_is():
-    """An optimizer may hold a temperature that belongs to the loss."""
+def test_parameter_outside_the_model_is_trained_unchanged():
+    """An optimizer may hold parameters outside the model, such as a temperature of the loss."""
     model, extra = mlp(), torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.5)
     model, optimizer, _ = prepared("bf16-master", model, optimizer)
@@ -96,8 +96,8 @@ def test_a_parameter_of_no_module_is_trained_as_it_is():
 
 
 @pytest.mark.parametrize("name", ["bf16-master", "bf16-split", "fp8lm-o3"])
-def test_two_steps_with_the_weights_as_they_were_are_one(name):
-    """Masters that start from the weights before `apply` rounded them, in two optimizers that share a model."""
+def test_two_optimizers_of_one_model_equal_a_single_one(name):
+    """Masters start from the weights before `apply` rounded them, in one optimizer or two that share a model."""
     found = []
     for steps in (1, 2):
         model = mlp()
@@ -124,8 +124,8 @@ def test_two_steps_with_the_weights_as_they_were_are_one(name):
 
 
 @for_each("name", halfstep.__all__)
-def test_public_names_stay_what_they_are_whatever_has_been_imported(name):
-    """A function and a module of one name collide as soon as somebody imports the module."""
+def test_public_names_are_unaffected_by_imports_of_modules(name):
+    """A function and a module of the same name would collide once the module is imported."""
     for info in pkgutil.walk_packages(halfstep.__path__, "halfstep."):
         if not any(part in info.name for part in ("__main__", ".report", ".gpu.jit.", ".executors.")):
             importlib.import_module(info.name)
@@ -136,21 +136,21 @@ def test_public_names_stay_what_they_are_whatever_has_been_imported(name):
     assert callable(halfstep.nn.apply)
 
 
-def test_an_unknown_public_name():
+def test_unknown_public_name_raises():
     with pytest.raises(AttributeError, match="module 'halfstep' has no attribute 'prepair'"):
         _ = halfstep.prepair
     assert dir(halfstep) == sorted(halfstep.__all__)
 
 
-def test_a_model_that_is_none_is_named():
+def test_swapped_model_and_optimizer_raise():
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     with pytest.raises(ModelError, match=r"model is a SGD, expected a module: halfstep\.prepare\(model, optimizer"):
         halfstep.prepare(optimizer, nn.Linear(2, 2), "bf16-mixed")
 
 
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-mixed"])
-def test_weights_in_another_dtype_than_apply_stored_are_named(recipe):
-    """As `load_state_dict(assign=True)` puts them there, which is how models leave the meta device."""
+def test_weights_assigned_in_another_dtype_raise(recipe):
+    """`load_state_dict(assign=True)` changes dtypes; models leave the meta device by it."""
     stored, other = DTYPES[get_recipe(recipe).weights], {"bf16-stochastic": "float32", "bf16-mixed": "bfloat16"}[recipe]
     with torch.device("meta"):
         halfstep.apply(model := mlp(), recipe)
@@ -163,8 +163,8 @@ def test_weights_in_another_dtype_than_apply_stored_are_named(recipe):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-def test_scripted_parts():
-    """They compute as their code says: right with float32 weights, and with none of their own under any recipe."""
+def test_scripted_submodules():
+    """Scripted parts compute as their code says: right for float32 weights, and without weights under any recipe."""
     weightless = "bf16-mixed", "fp8-delayed", "bf16-stochastic"
     for part, recipes in ((lambda: nn.Linear(16, 16), ("bf16-mixed", "fp32")), (nn.ReLU, weightless)):
         for recipe in recipes:
@@ -183,7 +183,7 @@ def test_scripted_parts():
         halfstep.prepare(model, adamw(model), "bf16-stochastic")
 
 
-def test_inference_mode_is_named():
+def test_inference_mode_raises():
     model = mlp()
     with torch.inference_mode():
         made, expected = mlp(), r"0\.weight would be, or is, a tensor of torch\.inference_mode"
@@ -194,8 +194,8 @@ def test_inference_mode_is_named():
     halfstep.prepare(model, adamw(model), "fp32")
 
 
-def test_weights_that_processes_share_are_not_kept_as_codes():
-    """Processes that train one model together (hogwild): each would write to codes of its own."""
+def test_shared_memory_weights_raise_for_recipes_of_codes():
+    """Processes that train one model together (hogwild) would each write to codes of their own."""
     model = mlp().share_memory()
     with pytest.raises(ModelError, match=r"0.weight lies in memory that processes share .* such as 'bf16-mixed'"):
         halfstep.prepare(model, adamw(model), "fp8lm-o2")

@@ -1,4 +1,4 @@
-"""The reference shows every public name, with a docstring that says what CONTRIBUTING asks for."""
+"""The reference has every public name, with a docstring as CONTRIBUTING requires."""
 
 import ast
 import inspect
@@ -40,7 +40,7 @@ def build(reference):
 
 
 def functions(found):
-    """The functions that a public name stands for: itself, or a class's own public methods and properties."""
+    """The functions of a public name: itself, or the public methods and properties of a class."""
     if inspect.isfunction(found):
         yield found.__name__, inspect.unwrap(found)
     elif inspect.isclass(found):
@@ -52,8 +52,8 @@ def functions(found):
                     yield f"{found.__name__}.{name}", function
 
 
-def said_of(reference, found, name, function):
-    """A function's docstring, or the one of the method or field that it overrides."""
+def docstring_of(reference, found, name, function):
+    """A function's docstring, or that of the method or field it overrides."""
     if not inspect.isclass(found):
         return inspect.getdoc(function)
     name = name.rpartition(".")[2]
@@ -68,23 +68,23 @@ def said_of(reference, found, name, function):
 
 
 def raised(function):
-    """The errors that a function itself raises."""
+    """The errors that a function raises itself."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     calls = [node.exc.func for node in ast.walk(tree) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
     return {call.id for call in calls if isinstance(call, ast.Name) and call.id.endswith("Error")}
 
 
 def lacks(reference, found):
-    """What the docstrings of a public name leave out."""
+    """What the docstrings of a public name lack."""
     for name, function in functions(found):
-        text = said_of(reference, found, name, function) or ""
+        text = docstring_of(reference, found, name, function) or ""
         first = text.partition("\n\n")[0].rstrip()
         if not first.endswith((".", ":", ",", ")")):
             yield f"{name}: no sentence"
         yield from (f"{name}: says nothing of {error}" for error in sorted(raised(function)) if error not in text)
 
 
-def test_every_public_name_has_an_entry(reference, pages):
+def test_reference_has_every_public_name(reference, pages):
     for room, module in reference.rooms().items():
         headings = re.findall(r"^## (\S+)$", pages[f"{room}.md"], re.MULTILINE)
         assert headings == list(module.__all__)
@@ -94,7 +94,7 @@ def test_every_public_name_has_an_entry(reference, pages):
 
 
 @pytest.mark.parametrize("libraries", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_every_docstring_says_what_comes_back_and_what_is_raised(reference, libraries):
+def test_docstrings_are_sentences_and_name_raised_errors(reference, libraries):
     missing = {}
     for room, module in reference.rooms(libraries).items():
         for name, found in reference.public(module).items():
@@ -104,7 +104,7 @@ def test_every_docstring_says_what_comes_back_and_what_is_raised(reference, libr
     assert not missing
 
 
-def test_a_docstring_that_says_too_little_is_noticed(reference):
+def test_incomplete_docstrings_are_found(reference):
     def silent(x):
         if x:
             raise HalfstepError("no")
@@ -123,7 +123,7 @@ def test_a_docstring_that_says_too_little_is_noticed(reference):
     assert not list(lacks(reference, told))
 
 
-def test_a_docstring_becomes_markdown(reference):
+def test_docstring_is_converted_to_markdown(reference):
     text = "Is 1.\n\nArgs:\n    x: a number\n        of any kind.\n\nRaises:\n    E: never."
     text += "\n\n>>> f(1)\n1\n\nSource: none."
     assert reference.as_markdown(text).splitlines() == [
@@ -143,7 +143,7 @@ def test_entries_show_fields_methods_and_signatures(pages):
     assert "In full: [halfstep.optim.LossScaler](halfstep.optim.md#lossscaler)" in pages["halfstep.md"]
 
 
-def test_the_site_lists_every_page_and_holds_what_they_link_to(build, tmp_path):
+def test_site_lists_every_page_and_has_their_images(build, tmp_path):
     build.lay_out(tmp_path)
     listed = re.findall(r'"([^"]+\.md)"', build.configuration())
     tomllib.loads(build.configuration())
@@ -153,7 +153,7 @@ def test_the_site_lists_every_page_and_holds_what_they_link_to(build, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_site_builds_and_a_broken_link_stops_it(build, tmp_path, monkeypatch):
+def test_site_builds_and_fails_on_a_broken_link(build, tmp_path, monkeypatch):
     pytest.importorskip("zensical")
     assert build.main() == 0
     monkeypatch.setattr(build.reference, "pages", lambda libraries: {"README.md": "[nowhere](nowhere.md)\n"})

@@ -1,4 +1,4 @@
-"""A family is found by reading its folder, and two members of one name are refused."""
+"""Families are collected from the files of their folder; duplicate names raise."""
 
 import sys
 
@@ -11,7 +11,7 @@ from halfstep.registry import collect
 
 @pytest.fixture
 def family(tmp_path, monkeypatch):
-    """A function that writes a package of modules, and gives its name."""
+    """A function that writes a package of modules and returns its name."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(name, **modules):
@@ -34,13 +34,13 @@ def test_one_file_adds_a_member(family):
     assert sorted(collect(package, formats.Format)) == ["a", "b"]
 
 
-def test_two_members_of_one_name_are_refused(family):
+def test_duplicate_names_raise(family):
     package = family("made_family_b", one=MADE.format("x", "same"), two=MADE.format("y", "same").replace("3", "2"))
     with pytest.raises(HalfstepError, match=r"two Format objects are called 'same'.*\.one.*\.two; rename one"):
         collect(package, formats.Format)
 
 
-def test_an_import_is_no_second_member_and_private_names_are_none(family):
+def test_imported_and_private_objects_are_not_collected(family):
     package = family(
         "made_family_c",
         one=MADE.format("a", "a") + MADE.format("_hidden", "hidden"),
@@ -49,5 +49,5 @@ def test_an_import_is_no_second_member_and_private_names_are_none(family):
     assert list(collect(package, formats.Format)) == ["a"]
 
 
-def test_collect_takes_only_the_kind_asked_for(family):
+def test_only_objects_of_the_given_class_are_collected(family):
     assert collect(family("made_family_d", one="name = 'a string'"), formats.Format) == {}

@@ -1,4 +1,4 @@
-"""What `make release` would find wrong with a wheel and a source distribution."""
+"""`make release`'s checks find what is wrong with a wheel or a source distribution."""
 
 import ast
 from pathlib import Path
@@ -25,7 +25,7 @@ METADATA = "".join(
 )
 
 
-def test_a_wheel_as_it_should_be_has_no_mistakes():
+def test_correct_wheel_has_no_mistakes():
     assert release.wheel_mistakes(NAMES, METADATA, SOURCES, PROJECT) == []
 
 
@@ -41,34 +41,34 @@ def test_a_wheel_as_it_should_be_has_no_mistakes():
         (NAMES, METADATA.replace("README ", ""), "no README"),
     ],
 )
-def test_each_mistake_of_a_wheel_is_named(names, metadata, says):
+def test_mistakes_of_a_wheel_are_named(names, metadata, says):
     (mistake,) = release.wheel_mistakes(names, metadata, SOURCES, PROJECT)
     assert says in mistake
 
 
-def test_each_mistake_of_a_source_distribution_is_named():
+def test_mistakes_of_a_source_distribution_are_named():
     whole = [*(f"src/{name}" for name in SOURCES), "README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "PKG-INFO"]
     assert release.sdist_mistakes(whole, SOURCES) == []
     assert release.sdist_mistakes(whole[1:], SOURCES) == ["the source distribution lacks src/halfstep/__init__.py"]
     assert release.sdist_mistakes([*whole, "tests/a.py"], SOURCES) == ["the source distribution has tests/a.py"]
 
 
-def test_a_path_of_the_machine_is_found(tmp_path):
+def test_paths_of_the_machine_are_found(tmp_path):
     texts = [("a.toml", b"clean"), ("b.py", b"x = '" + str(tmp_path).encode() + b"/file'")]
     assert release.named(texts, [tmp_path]) == [f"b.py names {tmp_path}, a path of this machine"]
 
 
-def test_the_version_stands_in_three_places_alike():
+def test_versions_of_project_package_and_citation_are_equal():
     assert PROJECT["version"] == halfstep.__version__
     assert f"\nversion: {halfstep.__version__}\n" in (release.ROOT / "CITATION.cff").read_text()
 
 
-def test_the_lowest_of_everything_is_pinned():
+def test_lowest_versions_pin_everything():
     pinned = release.lowest(PROJECT, ["hf"])
     assert len(pinned) == len(PROJECT["dependencies"]) + len(PROJECT["optional-dependencies"]["hf"])
 
 
-def test_constraints_are_within_the_bounds():
+def test_constraints_satisfy_the_dependencies():
     lines = (release.ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if "==" in line)
     for line in PROJECT["dependencies"]:
@@ -76,14 +76,14 @@ def test_constraints_are_within_the_bounds():
         assert wanted.specifier.contains(pins[wanted.name]), line
 
 
-def test_an_old_public_name_works_and_names_its_new_one(monkeypatch):
+def test_deprecated_name_works_and_names_the_new_one(monkeypatch):
     monkeypatch.setitem(halfstep._DEPRECATED, "list_formats", ("formats", "0.3"))
     with pytest.warns(DeprecationWarning, match=r"halfstep.list_formats is now halfstep.formats, and halfstep 0.3"):
         assert halfstep.list_formats is halfstep.formats
     assert "list_formats" not in vars(halfstep)
 
 
-def test_every_public_name_is_known_to_type_checkers():
+def test_type_checkers_know_every_public_name():
     tree = ast.parse(Path(halfstep.__file__).read_text())
     (block,) = (n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
     typed = [name.name for statement in block.body for name in statement.names]
@@ -91,7 +91,7 @@ def test_every_public_name_is_known_to_type_checkers():
     assert {*halfstep._HOME} == {*halfstep.__all__} - {*halfstep._ROOMS}
 
 
-def test_what_is_deprecated_has_a_new_name_and_time_left():
+def test_deprecated_names_have_a_replacement_and_have_not_expired():
     for old, (new, version) in halfstep._DEPRECATED.items():
         assert old not in halfstep.__all__
         assert new in halfstep.__all__

@@ -1,4 +1,4 @@
-"""Every public report is text of at most 60 lines for people and plain data for programs."""
+"""Every public report prints as at most 60 lines and converts to plain data."""
 
 import json
 
@@ -45,7 +45,7 @@ def audit(folder):
 
 
 @pytest.mark.parametrize("make", [inspection, difference, recipe, plan, audit])
-def test_a_report_is_at_most_60_lines_and_plain_data(make, tmp_path):
+def test_report_has_at_most_60_lines_and_converts_to_data(make, tmp_path):
     report, said = make(tmp_path)
     text = str(report)
     assert len(text.split("\n")) <= 60
@@ -54,13 +54,13 @@ def test_a_report_is_at_most_60_lines_and_plain_data(make, tmp_path):
 
 
 @pytest.mark.parametrize("name", list_recipes())
-def test_a_recipe_prints_as_the_command_shows_it_and_reads_back(name):
+def test_printed_recipe_equals_the_command_and_reads_back(name):
     made = halfstep.get_recipe(name)
     assert str(made) == shortened(made.describe().split("\n"))
     assert halfstep.recipe.from_data(made.to_dict(), halfstep.get_recipe) == made
 
 
-def test_what_is_left_out_of_a_report_is_counted():
+def test_omitted_lines_are_counted():
     lines = [str(i) for i in range(100)]
     assert shortened(lines).split("\n") == [*lines[:58], "(41 more lines)", "99"]
     assert shortened(lines[:60]) == "\n".join(lines[:60])

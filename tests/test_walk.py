@@ -1,4 +1,4 @@
-"""How many calls one step of training makes, and of how many functions: no more than docs/design.md says."""
+"""The calls and functions of one training step are no more than docs/design.md states."""
 
 import collections
 import re
@@ -18,8 +18,7 @@ STAGES = ["prepare", "forward", "backward", "step", "update"]
 
 
 def through(function):
-    """The functions of the package that a call goes through, with their files, and how often; lambdas and
-    comprehensions too."""
+    """A call's result, and a count of the package's functions that it runs, including lambdas and comprehensions."""
     seen = collections.Counter()
 
     def look(frame, event, argument):
@@ -36,7 +35,7 @@ def through(function):
 
 
 def run(recipe):
-    """The functions of each stage, of a model of two layers."""
+    """The functions of each stage, for a model of two layers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -50,8 +49,8 @@ def run(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8lm-o2"])
-def test_the_walk_is_no_longer_than_the_page_says(recipe):
-    run(recipe)  # names are found and kernels compiled once
+def test_functions_and_files_of_a_step_are_at_most_documented(recipe):
+    run(recipe)  # imports and compilation happen once
     row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{recipe}` |"))
     stated = [tuple(map(int, re.findall(r"\d+", cell))) for cell in row.split("|")[2:-1]]
     found = []
@@ -66,9 +65,9 @@ def test_the_walk_is_no_longer_than_the_page_says(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "coat"])
-def test_a_step_makes_no_more_calls_than_the_page_says(recipe):
-    """Of the first step, which decides what later ones find decided, and of a later one."""
-    run(recipe), later_step(recipe)  # names are found and kernels compiled once
+def test_calls_of_a_step_are_at_most_documented(recipe):
+    """For the first step, which makes decisions that later steps reuse, and for a later one."""
+    run(recipe), later_step(recipe)  # imports and compilation happen once
     first = [sum(seen.values()) for seen in run(recipe)]
     later = [sum(seen.values()) for seen in later_step(recipe)]
     for which, found in (("first", first), ("later", later)):
@@ -76,12 +75,12 @@ def test_a_step_makes_no_more_calls_than_the_page_says(recipe):
         stated = [int(cell) for cell in row.split("|")[2:-1] if cell.strip() != "-"]
         for calls, most in zip(found, stated, strict=True):
             assert calls <= most, (which, found)
-            if sys.version_info < (3, 12):  # newer ones inline comprehensions
+            if sys.version_info < (3, 12):  # newer versions inline comprehensions
                 assert calls > most - 8, f"{which}: {found}; let the page say so"
 
 
 def later_step(recipe):
-    """The calls of the stages of the second step."""
+    """The calls of each stage of the second step."""
     model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
     model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe)
     for _ in range(2):

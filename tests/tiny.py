@@ -1,4 +1,4 @@
-"""Tiny models and the loop that trains them."""
+"""Tiny models, and the loop that trains them."""
 
 import copy
 
@@ -14,32 +14,30 @@ from oracles.numbers import identical
 
 
 ALL = recipe.list_recipes()
-UNIT = [name for name in ALL if recipe.get_recipe(name).unit_scaled]  # these want unit-scaled models
+UNIT = [name for name in ALL if recipe.get_recipe(name).unit_scaled]  # these need unit-scaled models
 EVERY = [name for name in ALL if name not in UNIT]
-SMOOTH = [name for name in EVERY if recipe.get_recipe(name).smooth_glu]  # these want gated MLPs
+SMOOTH = [name for name in EVERY if recipe.get_recipe(name).smooth_glu]  # these need gated MLPs
 RECIPES = [name for name in EVERY if name not in SMOOTH]
 FAST = {
     "fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "bf16-collage-plus", "bf16-stochastic",
     "fp8-delayed", "fp8-current", "mxfp8", "fp8-block", "fp8-smooth-swiglu", "fp8lm-o3", "fp4-wang",
 }  # fmt: skip
-PROJECTED = [
-    name for name in EVERY if recipe.get_recipe(name).projection
-]  # moments of subspaces, where others have none
+PROJECTED = [name for name in EVERY if recipe.get_recipe(name).projection]  # moments of projected gradients
 SCALED = [name for name in EVERY if recipe.get_recipe(name).codes]  # weights and gradients are codes
 FOUR = {n for n in EVERY if any(q.format.bits == 4 for r in recipe.get_recipe(n).rules for q in r.linear.quantizers)}
-BREAKS = {"fp16-pure"}  # documented to: the squares of small gradients become zero
+BREAKS = {"fp16-pure"}  # as documented: squares of small gradients underflow
 
 
 def mostly_slow(names, *more):
-    """Parameters for tests that take seconds a recipe: one recipe of each path, the others marked slow.
+    """Parameters for tests that take seconds per recipe: one fast recipe of each code path, the others marked slow.
 
-    `more` are the values of further parameters, the same for every name.
+    `more` gives the values of further parameters, the same for every name.
     """
     return [pytest.param(name, *more, marks=() if name in FAST else pytest.mark.slow) for name in names]
 
 
 def fast_and_every(names, fast=FAST):
-    """Parameters for tests that loop over recipes: those that are fast, as in `mostly_slow`, and slow, all of them."""
+    """Parameters for tests that loop over recipes: a fast case with the recipes in `fast`, and a slow one with all."""
     return [
         pytest.param([name for name in names if name in fast], id="fast"),
         pytest.param(names, id="every", marks=pytest.mark.slow),
@@ -71,7 +69,7 @@ def gated(seed=0):
 
 
 def model_for(name):
-    """A tiny model that the recipe fits."""
+    """A tiny model that the recipe supports."""
     return gated() if name in SMOOTH else mlp()
 
 
@@ -91,7 +89,7 @@ def prepared(name, model=None, optimizer=None, **options):
 
 
 def nameless(state):
-    """An optimizer's or a scaler's state as versions wrote it that named no recipe."""
+    """An optimizer's or scaler's state as older versions wrote it, without the recipe's name."""
     state = copy.deepcopy(state)
     for part in (*state.get("param_groups", ()), state.get("halfstep", {})):
         part.pop("recipe", None)
@@ -99,8 +97,8 @@ def nameless(state):
 
 
 class Estimated(TorchFunctionMode):
-    """Stock linear products whose weight's gradient is multiplied by what a recipe takes for rounding's derivative:
-    where it has an estimator, gradients are not those that go straight through, by design."""
+    """Stock linear layers with the weight gradient multiplied by a recipe's gradient estimator (the derivative it
+    assumes for rounding), the reference for recipes that do not use the straight-through gradient."""
 
     def __init__(self, name):
         super().__init__()
@@ -123,9 +121,10 @@ def train(model, optimizer, scaler, steps=3, data=None, loss_of=F.mse_loss):
 
 
 def reverted(name, kind):
-    """A model of the kind that trained under a recipe, reverted, after checkpointed and copied ones did the same.
+    """A model of the kind that trained under a recipe and was reverted, after checking that checkpointed and copied
+    models train the same.
 
-    `kind(again=True)` is the one that computes activations again.
+    `kind(again=True)` builds the checkpointed model.
     """
 
     run, again = prepared(name, kind()), prepared(name, kind(again=True))
@@ -141,7 +140,7 @@ def reverted(name, kind):
 
 
 def descend(loss_of, optimizer, scaler, steps, max_norm=1.0):
-    """The documented loop, where `loss_of()` is a step's loss; returns the losses."""
+    """The documented loop, with `loss_of()` computing each step's loss; returns the losses."""
     losses = []
     for _ in range(steps):
         loss = loss_of()
@@ -156,12 +155,12 @@ def descend(loss_of, optimizer, scaler, steps, max_norm=1.0):
 
 
 def grads(model):
-    """The gradients' values by name, whatever they are kept in."""
+    """The gradients' values by name, decoded if they are codes."""
     return {name: ops.values_of(p.grad).clone() for name, p in model.named_parameters()}
 
 
 def copied(state):
-    """A state dict, nested, with tensors of its own."""
+    """A copy of a nested state dict with cloned tensors."""
     if isinstance(state, torch.Tensor):
         return state.detach().clone()
     if isinstance(state, dict):
@@ -170,7 +169,7 @@ def copied(state):
 
 
 def are_same(actual, expected):
-    """Whether nested states are plainly the same; where not, `torch.testing` decides, and says why."""
+    """Whether nested states are identical, by a fast check; if not, `torch.testing` decides and explains."""
     if isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor):
         return identical(actual, expected)
     if type(actual) is not type(expected) and not (isinstance(actual, dict) and isinstance(expected, dict)):
@@ -183,11 +182,11 @@ def are_same(actual, expected):
 
 
 def assert_same(actual, expected):
-    """Equality of nested states, tensors bit for bit."""
+    """Assert equality of nested states, tensors bit for bit."""
     if not are_same(actual, expected):
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def stored(recipe, name, values):
-    """What a recipe keeps of a moment: its numbers, or its codes."""
+    """The tensor or codes that a recipe stores for a moment's values."""
     return ops.codes.store(recipe.moment(name, values.numel()), name, values)[name]

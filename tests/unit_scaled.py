@@ -1,16 +1,16 @@
-"""What tests of `halfstep.unit_scale` share: passes, sizes, and whether gradients are those of the scaled function."""
+"""Helpers for tests of `halfstep.unit_scale`: passes, tensor sizes, and directions of gradients."""
 
 import torch
 from torch import Tensor
 
 
 def output_of(made):
-    """The tensor that a loss would take."""
+    """The output tensor to which a loss would be applied."""
     return made if isinstance(made, Tensor) else made.logits
 
 
 def passes(model, args, kwargs, seed=1):
-    """A forward pass and a backward pass from gradients of N(0, 1): the output, and each parameter's gradient."""
+    """A forward pass and a backward pass from N(0, 1) gradients: the output, and each parameter's gradient."""
     model.zero_grad()
     torch.manual_seed(seed)
     output = output_of(model(*args, **kwargs))
@@ -20,7 +20,7 @@ def passes(model, args, kwargs, seed=1):
 
 
 def sizes(model, args, kwargs):
-    """Standard deviations of activations, and root mean squares of their gradients and of weights' gradients."""
+    """Standard deviations of activations, and root mean squares of activation and weight gradients."""
     values, grads, handles = {}, {}, []
 
     def watch(path):
@@ -42,10 +42,10 @@ def sizes(model, args, kwargs):
 
 
 def off_direction(model, args, kwargs):
-    """For each weight, the slope of the function across the gradient that training sees, as a share of the slope along
-    it, by central differences in float64. It is 0 where that gradient is a multiple of the true one.
+    """For each weight, the slope of the function orthogonal to the training gradient as a share of the slope along it,
+    by central differences in float64; 0 where that gradient is a multiple of the true one.
 
-    The model is in float64 and draws no random numbers.
+    The model must be in float64 and draw no random numbers.
     """
     output = output_of(model(*args, **kwargs)).detach()
     towards = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).double()

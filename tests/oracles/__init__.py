@@ -1,1 +1,1 @@
-"""Exact, slow, independent answers that the library's are compared with. Nothing here calls halfstep's arithmetic."""
+"""Exact, slow, independent reference implementations. Nothing in this folder calls halfstep's arithmetic."""

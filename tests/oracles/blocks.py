@@ -1,9 +1,8 @@
-"""Every block format from its definition: scales tile by tile in Python, elements by the oracle of their format.
+"""Every block format from its definition: scales tile by tile in Python, elements by their format's oracle.
 
-Nothing here reads halfstep. A scale rule is written as in its source, in fractions where it is exact and otherwise in
-numpy's float32, each operation rounded once. Input is a matrix, float32 or float64; a quotient that is not exact is
-taken in the input's own type.
-"""
+Nothing here reads halfstep. Scale rules are written as in their sources, in fractions where exact, otherwise in numpy's
+float32 with each operation rounded once. Inputs are matrices in float32 or float64; inexact quotients are computed in
+the input's dtype."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from oracles import formats
 
 
 E4M3 = "float8_e4m3fn"
-# name: element, rows and columns of a tile (0: all), the default rule
+# name: element, rows and columns of a tile (0: all), default rule
 BLOCKS = {
     "mxfp8_e4m3": (E4M3, (1, 32), "floor"),
     "mxfp8_e5m2": ("float8_e5m2", (1, 32), "floor"),
@@ -47,17 +46,17 @@ OUTLIER = 6.0
 
 @dataclass
 class Expected:
-    """What quantising a matrix must give."""
+    """The expected result of quantizing a matrix."""
 
     codes: np.ndarray
-    """One an element, unpacked."""
+    """One code per element, unpacked."""
     stored: dict[str, np.ndarray]
     values: np.ndarray
-    """The matrix again, float64, from code times scale in float32 (float64 for float64 input)."""
+    """The dequantized matrix in float64, computed as code times scale in float32 (float64 for float64 input)."""
 
 
 def quantize(name: str, x: np.ndarray, rule: str | None = None) -> Expected:
-    """A matrix in a block format."""
+    """The matrix quantized to a block format."""
     element, tile, default = BLOCKS[name]
     rule, format = rule or default, formats.listed(element)
     columns = []
@@ -74,7 +73,7 @@ def quantize(name: str, x: np.ndarray, rule: str | None = None) -> Expected:
 
 
 def tiles(x: np.ndarray, tile: tuple[int, int]) -> list[list[tuple[slice, slice]]]:
-    """The slices of each tile, a list for each row of tiles; the last ones may be short."""
+    """The slices of each tile, one list per row of tiles; the last tiles may be smaller."""
     high, wide = tile[0] or max(x.shape[0], 1), tile[1] or max(x.shape[1], 1)
     return [
         [(slice(i, i + high), slice(j, j + wide)) for j in range(0, x.shape[1], wide)]
@@ -83,12 +82,12 @@ def tiles(x: np.ndarray, tile: tuple[int, int]) -> list[list[tuple[slice, slice]
 
 
 def amax_of(part: np.ndarray) -> float:
-    """The largest magnitude; NaN if there is an infinity or NaN."""
+    """The largest magnitude, or NaN if a value is infinite or NaN."""
     return float(np.abs(part).max()) if np.isfinite(part).all() else math.nan
 
 
 def exponent_for(amax: float, format: formats.Listed, rule: str) -> int:
-    """The exponent of the power-of-two scale for a positive amax, before it is clamped."""
+    """The exponent of the power-of-two scale for a positive amax, before clamping."""
     size, top = Fraction(amax), Fraction(format.max)
     of_max = formats.floor_log2(top)
     if rule == "floor":
@@ -126,7 +125,7 @@ def _power_of_two(x: np.ndarray, tile: tuple[int, int], format: formats.Listed, 
 
 
 def _elements(x: np.ndarray, multiplier: float, format: formats.Listed) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of x / multiplier, and the values that they stand for times the multiplier."""
+    """The codes of x / multiplier, and their values times the multiplier."""
     if math.isnan(multiplier):
         return np.full(x.shape, -1), np.full(x.shape, math.nan)
     if multiplier == 0:
@@ -137,13 +136,13 @@ def _elements(x: np.ndarray, multiplier: float, format: formats.Listed) -> tuple
 
 
 def times(values: np.ndarray, multiplier: float, dtype: np.dtype) -> np.ndarray:
-    """The product in the arithmetic of a dtype, infinity kept out, as float64."""
+    """values * multiplier in a dtype's arithmetic, clamped to its finite range, as float64."""
     limit = np.finfo(dtype).max
     return np.clip(values.astype(dtype) * dtype.type(multiplier), -limit, limit).astype(np.float64)
 
 
 def _tile_by_tile(x: np.ndarray, tile: tuple[int, int], format: formats.Listed, multiplier_of) -> Expected:
-    """Codes and values from a function that gives the multiplier of the tile at i, j."""
+    """Codes and values for given multipliers of tiles."""
     codes, values = np.zeros(x.shape, np.int64), np.zeros(x.shape)
     for i, row in enumerate(tiles(x, tile)):
         for j, where in enumerate(row):
@@ -152,7 +151,7 @@ def _tile_by_tile(x: np.ndarray, tile: tuple[int, int], format: formats.Listed, 
 
 
 def amaxes(x: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
-    """amax of each tile, in x's type."""
+    """The amax of each tile, in x's dtype."""
     grid = tiles(x, tile)
     found = [[amax_of(x[where]) for where in row] for row in grid]
     return np.array(found, x.dtype).reshape(len(grid), -1 if x.size else 0)
@@ -166,7 +165,7 @@ def _absmax(x: np.ndarray, tile: tuple[int, int], format: formats.Listed, rule: 
 
 
 def _double_absmax(x: np.ndarray, tile: tuple[int, int], format: formats.Listed, rule: str) -> Expected:
-    """Scales less their mean, in groups of 256, as codes of the signed dynamic map; elements see the exact scales."""
+    """Scales minus their mean, in groups of 256, as codes of the signed dynamic map; elements use the exact scales."""
     exact = (amaxes(x, tile) / x.dtype.type(format.max)).astype(np.float32)
     flat, book = exact.flatten(), formats.listed("dynamic8")
     total = sum((Fraction(float(s)) for s in flat), Fraction(0))
@@ -217,7 +216,7 @@ def _affine(x: np.ndarray, tile: tuple[int, int], format: formats.Listed, rule: 
 
 
 def _two_level(x: np.ndarray, tile: tuple[int, int], format: formats.Listed, rule: str) -> Expected:
-    """NVFP4: a float32 scale for the tensor, e4m3fn ones for blocks; their maximum goes to 6, or to 4 or 6."""
+    """NVFP4: a float32 tensor scale and e4m3fn block scales that map each amax to 6, or to 4 or 6."""
     amax = amaxes(x, tile)
     room = 448 if rule == "two_level" else 256
     largest = np.nan_to_num(amax).max() if amax.size else x.dtype.type(0)
@@ -242,7 +241,7 @@ def _two_level(x: np.ndarray, tile: tuple[int, int], format: formats.Listed, rul
 
 
 def _two_level_up(x: np.ndarray, tile: tuple[int, int], format: formats.Listed, rule: str) -> Expected:
-    """The smallest scales of E4M3 that clip nothing, under the first tensor scale at which there are such."""
+    """The smallest E4M3 scales that clip nothing, under the first tensor scale for which they exist."""
     amax, e4m3, top = amaxes(x, tile), formats.listed(E4M3), x.dtype.type(6)
     largest = np.nan_to_num(amax).max() if amax.size else x.dtype.type(0)
     tensor_scale = (largest / x.dtype.type(448 * 6)).astype(np.float32) or np.float32(1)
@@ -260,7 +259,7 @@ def _two_level_up(x: np.ndarray, tile: tuple[int, int], format: formats.Listed, 
 
 
 def _error(x: np.ndarray, multiplier: float, format: formats.Listed) -> Fraction:
-    """The sum of absolute errors, exactly."""
+    """The exact sum of absolute errors."""
     if math.isnan(multiplier):
         return Fraction(0)
     values = np.zeros(x.shape)
@@ -281,7 +280,7 @@ _TILED = dict.fromkeys(POWERS_OF_TWO, _power_of_two) | {
 
 
 def pack(codes: np.ndarray, bits: int, high_nibble_first: bool) -> np.ndarray:
-    """Codes of each row in bytes: a string of bits, little end first, or nibbles from the high end."""
+    """The codes of each row packed into bytes: a little-endian bit string, or 4-bit codes, high half first."""
     if bits not in (4, 6):
         return codes
     rows = []

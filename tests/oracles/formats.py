@@ -1,9 +1,8 @@
-"""Every named scalar format from its definition: values of the codes, cuts between neighbours, rounding by search.
+"""Every named scalar format from its definition: decoded values, rounding boundaries (cuts), and rounding by search.
 
-Nothing here reads halfstep: parameters, tables and rules are written down a second time, from the standards. Values and
-cuts are worked out in fractions and kept as float64, which holds all of them exactly (checked when a table is built).
-Formats of more than 16 bits are not listed: `Wide` and `WidePosit` round one number at a time, in fractions.
-"""
+Nothing here reads halfstep: parameters, tables and rules are written a second time, from the standards. Values and cuts
+are computed as fractions and stored as float64, exactly (checked when a table is built). Formats of more than 16 bits
+are not listed: `Wide` and `WidePosit` round one value at a time, in fractions."""
 
 import math
 from bisect import bisect_right
@@ -18,7 +17,7 @@ import numpy as np
 MODES = ("nearest_even", "nearest_away", "nearest_up", "toward_zero", "up", "down")
 OVERFLOWS = ("saturate", "ieee")
 
-# name: exponent bits, mantissa bits, bias, which codes are no numbers
+# name: exponent bits, mantissa bits, bias, which codes are NaN or infinity
 FLOATS = {
     "fp32": (8, 23, 127, "ieee"),
     "tf32": (8, 10, 127, "ieee"),
@@ -35,7 +34,7 @@ FLOATS = {
     "float6_e2m3fn": (2, 3, 1, "none"),
     "float4_e2m1fn": (2, 1, 1, "none"),
 }
-# name: lowest and highest whole number, steps in 1
+# name: lowest and highest integer, steps per 1
 INTEGERS = {
     "int8": (-127, 127, 1),
     "int4": (-7, 7, 1),
@@ -68,7 +67,7 @@ NAMES = [*LISTED, *WIDE]
 
 
 def exact_float(value: Fraction) -> float:
-    """A fraction as a float64 that it must be."""
+    """A fraction as float64; asserts that this is exact."""
     result = float(value)
     assert result.as_integer_ratio() == value.as_integer_ratio()
     return result
@@ -80,7 +79,7 @@ def times_power_of_two(whole: int, power: int) -> Fraction:
 
 
 def float_code(code: int, exponent_bits: int, mantissa_bits: int, bias: int, specials: str) -> float:
-    """Sign, exponent and mantissa rule."""
+    """The value of a code by sign, exponent and mantissa."""
     sign = -1 if code >> (exponent_bits + mantissa_bits) else 1
     stored_exponent = code // 2**mantissa_bits % 2**exponent_bits
     stored_mantissa = code % 2**mantissa_bits
@@ -101,7 +100,7 @@ def float_code(code: int, exponent_bits: int, mantissa_bits: int, bias: int, spe
 
 
 def posit_by_magnitude(code: int, bits: int, es: int) -> Fraction | None:
-    """Method A: take the two's complement of a negative code, read regime, exponent and fraction; None is NaR."""
+    """Method A: two's complement of a negative code, then regime, exponent and fraction; None for NaR."""
     if code in (0, 2 ** (bits - 1)):
         return None if code else Fraction(0)
     negative = code >= 2 ** (bits - 1)
@@ -113,7 +112,7 @@ def posit_by_magnitude(code: int, bits: int, es: int) -> Fraction | None:
         run += 1
         position -= 1
     regime = run - 1 if first else -run
-    position -= 1  # the bit that ends the regime
+    position -= 1  # the bit that terminates the regime
     exponent = 0
     for _ in range(es):
         exponent = 2 * exponent + (word >> position & 1 if position >= 0 else 0)
@@ -124,7 +123,7 @@ def posit_by_magnitude(code: int, bits: int, es: int) -> Fraction | None:
 
 
 def posit_closed_form(code: int, bits: int, es: int) -> Fraction | None:
-    """Method B, of the 2022 standard, on the bits as they are: ((1 - 3s) + f) * 2^((1 - 2s) (r 2^es + e + s))."""
+    """Method B, of the 2022 standard, on the plain bits: ((1 - 3s) + f) * 2^((1 - 2s) (r 2^es + e + s))."""
     if code in (0, 2 ** (bits - 1)):
         return None if code else Fraction(0)
     text = format(code, f"0{bits}b")
@@ -133,13 +132,13 @@ def posit_closed_form(code: int, bits: int, es: int) -> Fraction | None:
     regime = run - 1 if body[0] == "1" else -run
     rest = body[run + 1 :] + "0" * es
     e, fraction = int(rest[:es] or "0", 2), rest[es:]
-    steps = len(fraction)  # f is a whole number of steps of 2^-steps
+    steps = len(fraction)  # f is an integer number of steps of 2^-steps
     whole = (1 - 3 * s) * 2**steps + int(fraction or "0", 2)
     return times_power_of_two(whole, (1 - 2 * s) * (regime * 2**es + e + s) - steps)
 
 
 def float32(value: Fraction) -> float:
-    """The float32 nearest to a fraction (ties to even), of a size that is normal in float32."""
+    """The float32 nearest to a fraction (ties to even); the result must be normal."""
     if value == 0:
         return 0.0
     exponent = 0
@@ -152,10 +151,10 @@ def float32(value: Fraction) -> float:
 
 
 def dynamic_map(signed: bool) -> list[float]:
-    """The 8-bit dynamic map: 0, 1, and in the n-th of 7 decades the middles of 2^n (or 2^(n+1)) parts of [0.1, 1].
+    """The 8-bit dynamic map: 0, 1, and in the n-th of 7 decades the midpoints of 2^n (or 2^(n+1)) parts of [0.1, 1].
 
-    Source: arXiv 2110.02861. Its published code works in float32, and so do these lines: the parts are torch's
-    `linspace` (from the near end, in fused steps), the middles and the decades' factors are rounded to float32 each.
+    Source: arXiv 2110.02861. Like its published code, this works in float32: the parts are torch's `linspace` (from the
+    nearer end, with fused steps); midpoints and decade factors are each rounded to float32.
     """
     f32 = np.float32
     low, values = f32(0.1), [0.0, 1.0]
@@ -177,7 +176,7 @@ def codebook(name: str) -> list[float]:
     """The value of each code."""
     if name == "bnb_fp4":
         positive = [float32(Fraction(v) / 12) for v in FP4_TWELFTHS.split()]
-        return positive + [-v for v in positive]  # code 8 is -0, which nothing rounds to
+        return positive + [-v for v in positive]  # code 8 is -0, to which nothing is rounded
     if name in ("nf4", "af4"):
         return [float32(Fraction(v)) for v in (NF4 if name == "nf4" else AF4).split()]
     return dynamic_map(signed=name == "dynamic8")
@@ -185,27 +184,27 @@ def codebook(name: str) -> list[float]:
 
 @dataclass(frozen=True, eq=False)
 class Listed:
-    """A format of at most 16 bits as lists: rounding is a search in `values`, decided by `cuts`."""
+    """A format of at most 16 bits as sorted arrays: rounding is a search in `values`, decided by `cuts`."""
 
     name: str
     bits: int
     decoded: np.ndarray
     """The value of each code, float64."""
     values: np.ndarray
-    """What rounding can give, ascending: the distinct finite values (but not the -128 of a symmetric int8)."""
+    """The possible results of rounding, ascending: distinct finite values (without the -128 of a symmetric int8)."""
     cuts: np.ndarray
-    """Where nearest rounding turns, between neighbours; for posits between bit strings."""
+    """The boundaries of nearest rounding between neighbours; for posits, between bit strings."""
     tie_rises: np.ndarray
-    """For each cut, whether nearest_even sends the cut itself to the value above."""
+    """For each cut, whether nearest_even rounds the cut itself up."""
     overflow: Fraction | None
-    """The value that would come after the largest, where rounding beyond it is overflow; None where it saturates."""
+    """The hypothetical value after the largest, if rounding beyond it overflows; None if it saturates."""
     infinity: bool
     not_a_number: bool
     negative_zero: bool
     infinity_is_nan: bool
-    """Whether an infinity becomes NaN in both conventions (fnuz, posits)."""
+    """Whether infinity becomes NaN in both overflow modes (fnuz, posits)."""
     positive_only: bool = False
-    """e8m0: zero and negative numbers become NaN."""
+    """e8m0: zero and negative values become NaN."""
 
     @property
     def max(self) -> float:
@@ -221,14 +220,14 @@ class Listed:
 
     @property
     def beyond(self) -> float:
-        """What overflow gives in the format's own convention."""
+        """The result of overflow in ieee mode."""
         return math.inf if self.infinity else math.nan
 
     def round(self, x: np.ndarray, mode: str, overflow: str) -> np.ndarray:
-        """x, float64, each rounded once; the sign of zero and NaN included."""
+        """Each element of x (float64) rounded once, including signs of zero and NaN."""
         grid, cuts, rises = self._extended()
         ends = grid[[0, -1]] if self.overflow is None else np.nextafter(grid[[0, -1]], self.values[[0, -1]])
-        inside = np.clip(np.where(np.isnan(x), grid[0], x), *ends)  # never the value after the largest itself
+        inside = np.clip(np.where(np.isnan(x), grid[0], x), *ends)  # excludes the value after the largest itself
         low = np.minimum(np.searchsorted(grid, inside, side="right") - 1, len(grid) - 2)
         exact = inside == grid[low]
         if mode == "nearest_even":
@@ -259,12 +258,12 @@ class Listed:
         return np.where(np.isnan(x), math.nan, result)
 
     def neighbours(self, x: float) -> tuple[float, float]:
-        """The values around a number inside the range, equal where it is one."""
+        """The values below and above x within the range, equal if x is a value."""
         low = bisect_right(self.values, x) - 1
         return float(self.values[low]), float(self.values[low if self.values[low] == x else low + 1])
 
     def _extended(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Values, cuts and ties with the value after the largest, on both sides."""
+        """Values, cuts and ties extended on both sides by the value after the largest."""
         if self.overflow is None:
             return self.values, self.cuts, self.tie_rises
         after = exact_float(self.overflow)
@@ -272,18 +271,18 @@ class Listed:
             middle = exact_float((Fraction(self.max) + self.overflow) / 2)
             return np.append(self.values, after), np.append(self.cuts, middle), np.append(self.tie_rises, True)
         middle = exact_float((Fraction(self.max) + self.overflow) / 2)
-        odd = self.code_of[self.max] % 2 == 1  # then the code after it is even, and the tie goes there
+        odd = self.code_of[self.max] % 2 == 1  # then the next code is even, and the tie goes to it
         values = np.concatenate([[-after], self.values, [after]])
         cuts = np.concatenate([[-middle], self.cuts, [middle]])
         return values, cuts, np.concatenate([[not odd], self.tie_rises, [odd]])
 
     @property
     def code_of(self) -> dict[float, int]:
-        """The code of each value of `values` (and of infinities), the lowest where two codes share a value."""
+        """The code of each value (and infinity), the lowest if two codes share a value."""
         return _code_of(self)
 
     def encode(self, rounded: np.ndarray) -> np.ndarray:
-        """The codes of values of the format; -1 stands for any NaN code, and -0 has its own code where there is one."""
+        """The codes of values of the format; -1 for NaN, and -0's own code if it has one."""
         plain, negative_zero = np.sort(list(self.code_of)), None
         codes = np.array([self.code_of[v] for v in plain])
         if self.negative_zero:
@@ -308,11 +307,11 @@ def _code_of(format: Listed) -> dict[float, int]:
 
 
 def middles(values: list[float]) -> np.ndarray:
-    """Between neighbours; no sum of two is rounded, nor is its half."""
+    """The midpoints of neighbours; asserts that they are exact."""
     low, high = np.array(values[:-1]), np.array(values[1:])
     sums = low + high
     back = sums - low
-    assert ((low - (sums - back)) + (high - back) == 0).all()  # what the sums lost (Knuth's two-sum)
+    assert ((low - (sums - back)) + (high - back) == 0).all()  # the sums' rounding errors (Knuth's two-sum)
     assert (sums / 2 * 2 == sums).all()
     return sums / 2
 
@@ -326,7 +325,7 @@ def to_the_even_code(values: list[float], code: dict[float, int]) -> np.ndarray:
 
 
 def make_float(name: str, exponent_bits: int, mantissa_bits: int, bias: int, specials: str) -> Listed:
-    """A float of at most 16 bits."""
+    """A float format of at most 16 bits."""
     bits = 1 + exponent_bits + mantissa_bits
     decoded = [float_code(code, exponent_bits, mantissa_bits, bias, specials) for code in range(2**bits)]
     values = sorted({v + 0.0 for v in decoded if math.isfinite(v)})
@@ -360,12 +359,12 @@ def make_integer(name: str, low: int, high: int, steps: int) -> Listed:
 
 
 def make_posit(name: str, bits: int, es: int) -> Listed:
-    """A posit; the cut between codes c and c + 1 is the posit of one bit more whose code is 2c + 1."""
+    """A posit; the cut between codes c and c + 1 is the posit with one more bit and code 2c + 1."""
     fractions = [posit_closed_form(code, bits, es) for code in range(2**bits)]
     decoded = [math.nan if v is None else exact_float(v) for v in fractions]
     values = sorted(v for v in decoded if not math.isnan(v))
     positive = [exact_float(posit_by_magnitude(2 * c + 1, bits + 1, es)) for c in range(1, 2 ** (bits - 1) - 1)]
-    cuts = [*(-c for c in reversed(positive)), 0.0, 0.0, *positive]  # nothing but zero is rounded to nearest zero
+    cuts = [*(-c for c in reversed(positive)), 0.0, 0.0, *positive]  # only zero rounds to nearest zero
     code = {v: c for c, v in enumerate(decoded)}
     ties = to_the_even_code(values, code)
     return Listed(name, bits, np.array(decoded), np.array(values), np.array(cuts), ties, None, False, True, False, True)
@@ -380,7 +379,7 @@ def make_codebook(name: str, table: list[float]) -> Listed:
 
 
 def make_e8m0() -> Listed:
-    """2^-127 to 2^127 and NaN: nearest in the arithmetic sense, ties to the upper value."""
+    """2^-127 to 2^127 and NaN: nearest arithmetically, ties up."""
     values = [exact_float(Fraction(2) ** (code - 127)) for code in range(255)]
     cuts = middles(values)
     decoded = np.array([*values, math.nan])
@@ -405,7 +404,7 @@ def listed(name: str) -> Listed:
 
 @dataclass(frozen=True)
 class Wide:
-    """An IEEE-style float of any size, one number at a time."""
+    """An IEEE-style float of any size, rounding one value at a time."""
 
     name: str
     exponent_bits: int
@@ -426,14 +425,14 @@ class Wide:
         return np.array([self.round_one(float(v), mode, overflow) for v in x])
 
     def around(self, size: Fraction) -> tuple[Fraction, Fraction]:
-        """The neighbours of a positive number, were there no largest exponent: equal where it is a value."""
+        """The neighbours of a positive value without an exponent limit, equal if it is a value."""
         exponent = max(floor_log2(size), 1 - self.bias)
         step = Fraction(2) ** (exponent - self.mantissa_bits)
         below = size // step * step
         return below, below if below == size else below + step
 
     def neighbours(self, x: float) -> tuple[float, float]:
-        """The values around a number inside the range, equal where it is one."""
+        """The values below and above x within the range, equal if x is a value."""
         low, high = map(float, self.around(abs(Fraction(x))) if x else (Fraction(0), Fraction(0)))
         return (low, high) if x >= 0 else (-high, -low)
 
@@ -462,7 +461,7 @@ class Wide:
 
 @dataclass(frozen=True)
 class WidePosit:
-    """A posit of any size, one number at a time: cut the infinite bit string of the magnitude."""
+    """A posit of any size, rounding one value at a time by truncating its infinite bit string."""
 
     name: str
     bits: int
@@ -493,7 +492,7 @@ class WidePosit:
             format(e, f"0{self.es}b") if self.es else ""
         )
         fraction = size / Fraction(2) ** scale - 1
-        length = self.bits - 1 + 80  # a float64 has 52 bits of fraction: nothing is lost
+        length = self.bits - 1 + 80  # a float64 has 52 fraction bits, so nothing is lost
         tail = fraction * 2**length
         assert tail.denominator == 1
         text = head + format(int(tail), f"0{length}b")
@@ -513,7 +512,7 @@ class WidePosit:
         return 2**self.bits - code if x < 0 and code else code
 
     def neighbours(self, x: float) -> tuple[float, float]:
-        """The values around a number inside the range, equal where it is one."""
+        """The values below and above x within the range, equal if x is a value."""
         return self.round_one(x, "down"), self.round_one(x, "up")
 
     def round_one(self, x: float, mode: str) -> float:
@@ -522,7 +521,7 @@ class WidePosit:
 
 
 def floor_log2(size: Fraction) -> int:
-    """The exponent of a positive number, exactly."""
+    """floor(log2(size)) of a positive fraction, exactly."""
     guess = size.numerator.bit_length() - size.denominator.bit_length()
     return guess if Fraction(2) ** guess <= size else guess - 1
 

@@ -1,4 +1,4 @@
-"""Inputs that numbers go wrong on: every 16-bit value, and the surroundings of every boundary of a format."""
+"""Difficult inputs: every 16-bit value, and the surroundings of every boundary of a format."""
 
 import math
 
@@ -9,12 +9,12 @@ from oracles import formats as oracle
 
 
 def every_16_bit_value(dtype: torch.dtype) -> torch.Tensor:
-    """All 65536 codes of bfloat16 or float16, NaNs and infinities included."""
+    """All 65536 values of bfloat16 or float16, including NaNs and infinities."""
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
 def around(points: np.ndarray, dtype: type) -> np.ndarray:
-    """Numbers in a numpy dtype with their two neighbours there, of both signs."""
+    """The points and their two neighbours in a numpy dtype, with both signs."""
     with np.errstate(over="ignore", under="ignore"):
         middle = np.asarray(points, np.float64).astype(dtype)
         near = [middle, np.nextafter(middle, dtype(math.inf)), np.nextafter(middle, dtype(-math.inf))]
@@ -22,9 +22,9 @@ def around(points: np.ndarray, dtype: type) -> np.ndarray:
 
 
 def hard_inputs(name: str, dtype: type) -> np.ndarray:
-    """Every value and cut of a format (of a wide one: those at its ends and around 1), with neighbours; the specials.
+    """Every value and cut of a format (for wide formats: those at its ends and around 1), with neighbours and specials.
 
-    Overflow thresholds, both zeros, the ends of the dtype, infinities and NaN are among them.
+    Includes overflow thresholds, both zeros, the ends of the dtype, infinities and NaN.
     """
     format = oracle.get(name)
     if isinstance(format, oracle.Listed):
@@ -38,7 +38,7 @@ def hard_inputs(name: str, dtype: type) -> np.ndarray:
         points = np.array(_ends_of_a_float(format))
     else:
         codes = [1, 2, 3, 2**29 - 1, 2**29, 2**30 - 1, 2**30, 2**30 + 1, 0x6A400000, 2**31 - 3, 2**31 - 2, 2**31 - 1]
-        words = [c for code in codes for c in (2 * code, 2 * code + 1)]  # with one bit more: the cuts too
+        words = [c for code in codes for c in (2 * code, 2 * code + 1)]  # including one more bit, i.e. the cuts
         points = np.array([float(oracle.posit_by_magnitude(c, format.bits + 1, format.es) or 0) for c in words])
     info = np.finfo(dtype)
     ends = [info.max, info.smallest_subnormal, info.smallest_normal, 1e6, math.pi]
@@ -62,7 +62,7 @@ def _ends_of_a_float(format: oracle.Wide) -> list[float]:
 
 
 def largest_shared(name: str, dtype: torch.dtype) -> float:
-    """The largest value of a format that a torch dtype holds too."""
+    """The largest value of a format that a torch dtype also represents."""
     format, info = oracle.get(name), torch.finfo(dtype)
     if isinstance(format, oracle.Listed):
         values = format.values[format.values <= info.max]
@@ -73,7 +73,7 @@ def largest_shared(name: str, dtype: torch.dtype) -> float:
 
 
 def identical(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether dtype, shape and all bits are the same: the quick look of those who compare thousands of tensors."""
+    """Whether dtype, shape and all bits are equal; fast, for comparing thousands of tensors."""
     for tensor in (actual, expected):
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
         if not plain or tensor.layout != torch.strided:
@@ -85,7 +85,7 @@ def identical(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Assert equality bit for bit, the sign of zero included; any NaN equals any NaN."""
+    """Assert equality bit for bit, including the sign of zero; any NaN equals any NaN."""
     if identical(actual, expected):
         return
     assert actual.dtype == expected.dtype
