@@ -61,6 +61,10 @@ def write_to_a_count(optimizer, weights):
     optimizer.state[weights[1]]["step"].fill_(7)
 
 
+def count_in_float64(optimizer, weights):
+    optimizer.state[weights[1]]["step"] = optimizer.state[weights[1]]["step"].double()
+
+
 def freeze_one(optimizer, weights):
     weights[0].grad = None
 
@@ -73,7 +77,7 @@ def change_a_rate(optimizer, weights):
     optimizer.param_groups[0]["lr"] = 0.3
 
 
-@pytest.mark.parametrize("between", [write_to_a_count, freeze_one, load, change_a_rate])
+@pytest.mark.parametrize("between", [write_to_a_count, count_in_float64, freeze_one, load, change_a_rate])
 def test_what_a_user_does_between_steps_counts(between, alone):
     found = stepped("bf16-stochastic", between, 4)
     alone()

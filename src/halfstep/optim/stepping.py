@@ -61,14 +61,14 @@ class Batch:
         self.ways, self.counts = ways, list(map(_count, ways))
         self.weights = list({id(t): t for way in ways for t in (way.step.weight, way.parameter)}.values())
         self.costly = list(compress(map(_parameter, ways), map(_costly, ways)))
-        self.fused = Updates(list(map(_lies, ways)), ways[0].fused.tile)  # type: ignore[union-attr]
+        self.fused = Updates(list(map(_lies, ways)), ways[0].fused.tile, self.counts)  # type: ignore[union-attr]
 
 
 def batched(ways: Iterable[Way]) -> tuple[list[Batch], list[Way]]:
     """The batches of parameters that CPU kernels step together, and those that are stepped one by one."""
     alone, alike = list[Way](), dict[Any, list[Way]]()
     for way in ways:
-        if isinstance(way.fused, KernelUpdate) and way.fused.kind is not None:
+        if isinstance(way.fused, KernelUpdate) and way.fused.kind is not None and way.count.dtype == torch.float32:
             key = *way.fused.kind, way.noisy, way.plain, id(way.group), id(way.rule), int(way.count)
             alike.setdefault(key, []).append(way)
         else:
@@ -174,7 +174,6 @@ class Stepping(Stored):
             seeds = [derive_seed(way.group["rounding_seed"], number, own.index) for own in ways]
         batch.fused(grads, given.program.element, (given.scale, *given.taken), seeds)
         torch.autograd.graph.increment_version(batch.weights)
-        torch._foreach_add_(batch.counts, 1)
         for parameter in batch.costly:
             self.note_written(parameter)
 

@@ -206,9 +206,10 @@ class Updates:
     Args:
         tensors: for each update the weight, its master's tensors and the kernels' arguments for the moments.
         tile: as `Update.tile`.
+        counts: the tensors' step counts (float32 scalars), which a step increases by 1; empty: they are not changed.
     """
 
-    def __init__(self, tensors: Sequence[tuple[Any, ...]], tile: Any) -> None:
+    def __init__(self, tensors: Sequence[tuple[Any, ...]], tile: Any, counts: Sequence[Tensor] = ()) -> None:
         self._first, self._tile, rows = tensors[0], tile, list[list[int]]()
         for lies in tensors:
             row, left = [0, lies[0].size], list[Any]([lies])  # addresses and sizes, the gradient's first
@@ -228,7 +229,8 @@ class Updates:
         self._kinds, self._numbers = tuple(kinds), np.frombuffer(b"".join(numbers) + b"\0", np.uint8)  # all alike
         self._likes: dict[tuple[Part, torch.dtype], Like] = {}
         self._rows, self._starts = np.array(rows), np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(-(-self._rows[:, 1] // CHUNK), out=self._starts[1:])
+        np.cumsum(np.maximum(-(-self._rows[:, 1] // CHUNK), 1), out=self._starts[1:])  # an empty tensor counts too
+        self._counts = np.array(list(map(Tensor.data_ptr, counts)) or [0] * len(rows))
         self._size = int(self._rows[:, 1].sum())
 
     def __call__(
@@ -237,7 +239,7 @@ class Updates:
         """Take a step with these gradients and the scalars `taken`."""
         like = self._with(grads, element)
         keys = None if seeds is None else np.array(list(map(seed_keys, seeds)))
-        step(self._size, self._starts, self._rows, like, taken, keys, self._tile)
+        step(self._size, self._starts, self._rows, self._counts, like, taken, keys, self._tile)
 
     def norms(self, grad: Tensor, normed: Part, taken: tuple[Any, ...]) -> tuple[Any, ...]:
         """The norms over the single tensor of this object that elements take."""

@@ -7,6 +7,7 @@ in two of three loops, and wait for it in the other.
 """
 
 import numpy as np
+from llvmlite import ir
 from numba import prange, types
 
 from halfstep.kernels.arithmetic import SQUARES
@@ -14,7 +15,7 @@ from halfstep.kernels.cpu.coded import closed, opened
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, none, specialized, specialized_inlined
 from halfstep.kernels.cpu.dequantize import half_scale, larger_code
 from halfstep.kernels.cpu.divided import encode_block, rounded, scaled
-from halfstep.kernels.cpu.lanes import as_bits, lanes
+from halfstep.kernels.cpu.lanes import as_bits, emitted, lanes
 from halfstep.kernels.cpu.noise import chunk_keys
 from halfstep.kernels.cpu.optimizer_lanes import advance, foresee, note_results
 from halfstep.kernels.cpu.optimizer_types import bare, placed, readable, zeros
@@ -207,13 +208,22 @@ def _tensor_at(starts, place):
     return low
 
 
+@emitted()
+def _count(context, builder, address):
+    """In kernels: add 1 to the float32 at an address."""
+    number = builder.inttoptr(address.value, ir.FloatType().as_pointer())
+    builder.store(builder.fadd(builder.load(number), ir.Constant(ir.FloatType(), 1)), number)
+
+
 @Kernel
-def step(starts, rows, like, numbers, seeds, tile):
+def step(starts, rows, counts, like, numbers, seeds, tile):
     """Step tensors of the types `like` (rule, gradient, weight, master's tensors, moments), whose addresses are in
-    `rows`; `starts` holds the number of the first chunk of each."""
+    `rows`; `starts` holds the number of the first chunk of each, `counts` the addresses of their step counts, or 0."""
     for place in prange(starts[-1]):
         n = _tensor_at(starts, place)
         chunk = place - starts[n]
+        if chunk == 0 and counts[n]:
+            _count(counts[n])
         begin, end = ends(chunk, rows[n, 1])
         keys = chunk_keys(_seed_at(seeds, n), chunk)
         rule, grad, weight, kept, moments = placed(like, rows, n)
