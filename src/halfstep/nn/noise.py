@@ -28,7 +28,7 @@ class _Origin(NamedTuple):
     @property
     def number(self) -> int:
         """The hash of both, a signed 64-bit integer."""
-        number = derive_seed(self.seed, *self.path.encode())
+        number = int(derive_seed(self.seed, *self.path.encode()))
         return number - (number >> 63 << 64)
 
     def key(self, device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ from itertools import compress, count
 from operator import attrgetter, ne
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,6 +60,7 @@ class Batch:
 
     def __init__(self, ways: list[Way]) -> None:
         self.ways, self.counts = ways, list(map(_count, ways))
+        self.indices = np.array([way.index for way in ways], np.uint64)
         self.weights = list({id(t): t for way in ways for t in (way.step.weight, way.parameter)}.values())
         self.costly = list(compress(map(_parameter, ways), map(_costly, ways)))
         self.fused = Updates(list(map(_lies, ways)), ways[0].fused.tile, self.counts)  # type: ignore[union-attr]
@@ -171,7 +173,7 @@ class Stepping(Stored):
         if not way.plain:
             grads = list(map(self.gradient, ways, grads))
         if way.noisy:
-            seeds = [derive_seed(way.group["rounding_seed"], number, own.index) for own in ways]
+            seeds = derive_seed(way.group["rounding_seed"], number, batch.indices)
         batch.fused(grads, given.program.element, (given.scale, *given.taken), seeds)
         torch.autograd.graph.increment_version(batch.weights)
         for parameter in batch.costly:

@@ -114,8 +114,10 @@ def _mix(x: Tensor) -> Tensor:
 # ---- seeds -----------------------------------------------------------------------------------------------------------
 
 
-def derive_seed(seed: int, *keys: int) -> int:
+def derive_seed(seed: int, *keys: Any) -> Any:
     """A 64-bit seed hashed from (seed, key, key ...), such as the run's seed, the step and the number of a tensor.
+
+    If the last key is an array of uint64, such as the numbers of several tensors, so is the result: a seed for each.
 
     Source: the splitmix64 finaliser of Steele, Lea and Flood 2014.
     """

@@ -26,7 +26,6 @@ from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.coded import BlockCoding, Coded, arguments, coding_of, has_safe_scale
 from halfstep.kernels.cpu.compiled import CHUNK
 from halfstep.kernels.cpu.masters import KEPT, PLAIN
-from halfstep.kernels.cpu.noise import seed_keys
 from halfstep.kernels.cpu.optimizer_loops import find_norms, note_largest, step
 from halfstep.kernels.cpu.optimizer_types import Like, LikeType, like_type
 from halfstep.kernels.operator import blank
@@ -233,12 +232,10 @@ class Updates:
         self._counts = np.array(list(map(Tensor.data_ptr, counts)) or [0] * len(rows))
         self._size = int(self._rows[:, 1].sum())
 
-    def __call__(
-        self, grads: Sequence[Tensor], element: Part, taken: tuple[Any, ...], seeds: Sequence[int] | None
-    ) -> None:
-        """Take a step with these gradients and the scalars `taken`."""
+    def __call__(self, grads: Sequence[Tensor], element: Part, taken: tuple[Any, ...], seeds: Any) -> None:
+        """Take a step with these gradients, the scalars `taken` and 64-bit seeds of noise, or None."""
         like = self._with(grads, element)
-        keys = None if seeds is None else np.array(list(map(seed_keys, seeds)))
+        keys = None if seeds is None else np.asarray(seeds, np.uint64).view(np.uint32).reshape(-1, 2)  # low half first
         step(self._size, self._starts, self._rows, self._counts, like, taken, keys, self._tile)
 
     def norms(self, grad: Tensor, normed: Part, taken: tuple[Any, ...]) -> tuple[Any, ...]:
