@@ -181,9 +181,10 @@ def gradients_multiplied(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def narrow_all(optimizer: torch.optim.Optimizer) -> None:
-    """Call `narrow` for all parameters."""
+    """Call `narrow` for all parameters with a widened gradient."""
     for parameter in parameters_of(optimizer):
-        narrow(parameter)
+        if hasattr(parameter, _OWN):
+            narrow(parameter)
 
 
 # ---- 16-bit gradients that are float32 from unscaling or clipping until they are dropped -----------------------------
