@@ -60,7 +60,7 @@ class Batch:
 
     def __init__(self, ways: list[Way]) -> None:
         self.ways, self.counts = ways, list(map(_count, ways))
-        self.indices = np.array([way.index for way in ways], np.uint64)
+        self.indices = np.array(list(map(_index, ways)), np.uint64)
         self.weights = list({id(t): t for way in ways for t in (way.step.weight, way.parameter)}.values())
         self.costly = list(compress(map(_parameter, ways), map(_costly, ways)))
         self.fused = Updates(list(map(_lies, ways)), ways[0].fused.tile, self.counts)  # type: ignore[union-attr]
@@ -78,7 +78,7 @@ def batched(ways: Iterable[Way]) -> tuple[list[Batch], list[Way]]:
     return list(map(Batch, alike.values())), alone
 
 
-_count, _costly = attrgetter("count"), attrgetter("step.master.costly")
+_index, _count, _costly = attrgetter("index"), attrgetter("count"), attrgetter("step.master.costly")
 _lies = attrgetter("fused.weight", "fused.kept", "fused.arguments")
 _parameter, _grad = attrgetter("parameter"), attrgetter("parameter.grad")
 
