@@ -110,9 +110,9 @@ def main() -> None:
     """Run, print, and with --keep write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", action="store_true")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     rows = {"galore": galore(), "passes": passes(), "optimizers": optimizers(), "doubled": doubled()}
-    if asked.keep:
+    if arguments.keep:
         keep("accounts", {"machine": environment(), **rows})
 
 

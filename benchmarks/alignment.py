@@ -45,13 +45,13 @@ def train(decay: float, steps: int, lr: float = 3e-3) -> list[dict[str, float]]:
         optimizer.step()
         optimizer.zero_grad()
         if step % (steps // 5) == 0:
-            found.append({"step": step, "loss": loss.item(), **look(model, inputs)})
+            found.append({"step": step, "loss": loss.item(), **cosine_statistics(model, inputs)})
             print(decay, found[-1], flush=True)
     return found
 
 
 @torch.no_grad()
-def look(model: Any, inputs: list[Tensor]) -> dict[str, float]:
+def cosine_statistics(model: Any, inputs: list[Tensor]) -> dict[str, float]:
     """Statistics of |cosine| between the rows of the gate and up projections, over the channels that contribute; and
     the amax of the down projections' inputs."""
     cosines, amaxes, peaks = [], [], []
@@ -79,10 +79,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--steps", type=int, default=1500)
-    asked = parser.parse_args()
-    rows = {str(decay): train(decay, asked.steps) for decay in DECAYS}
-    if asked.keep:
-        keep("alignment", {"machine": environment(), "steps": asked.steps, "runs": rows})
+    arguments = parser.parse_args()
+    rows = {str(decay): train(decay, arguments.steps) for decay in DECAYS}
+    if arguments.keep:
+        keep("alignment", {"machine": environment(), "steps": arguments.steps, "runs": rows})
 
 
 if __name__ == "__main__":

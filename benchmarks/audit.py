@@ -34,10 +34,10 @@ RATES, STEPS, TURN = (1e-6, 1e-5, 1e-4, 1e-3), 10, 3
 class Loop:
     """A plain training loop that fine-tunes the model with AdamW."""
 
-    def __init__(self, told: Any, weights: Path, rate: float, dtype: torch.dtype) -> None:
-        self.model: nn.Module = loaded(told, weights).to(dtype)
+    def __init__(self, experiment: Any, weights: Path, rate: float, dtype: torch.dtype) -> None:
+        self.model: nn.Module = loaded(experiment, weights).to(dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, betas=(0.9, 0.95))
-        self._data, self._step = get_task(told.task).open(told), 0
+        self._data, self._step = get_task(experiment.task).open(experiment), 0
 
     def backward(self) -> None:
         """Compute the gradients of the next batch."""
@@ -88,19 +88,19 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--out", type=Path, default=Path("runs/which_bf16_finetune"))
-    asked = parser.parse_args()
-    weights = pretrained(asked.out / "pretrained")
-    told = experiment_for("lm", recipes=("fp32",), data=str(readmes(asked.out / "readmes")), seeds=1, **LEAN)
+    arguments = parser.parse_args()
+    weights = pretrained(arguments.out / "pretrained")
+    experiment = experiment_for("lm", recipes=("fp32",), data=str(readmes(arguments.out / "readmes")), seeds=1, **LEAN)
     data: dict[str, Any] = {"machine": environment(), "steps": STEPS, "shares": {}, "cost": {}}
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
-        data["shares"][name] = {f"{rate:g}": shares(Loop(told, weights, rate, dtype)) for rate in RATES}
-        data["cost"][name] = cost(Loop(told, weights, 1e-5, dtype), asked.rounds)
+        data["shares"][name] = {f"{rate:g}": shares(Loop(experiment, weights, rate, dtype)) for rate in RATES}
+        data["cost"][name] = cost(Loop(experiment, weights, 1e-5, dtype), arguments.rounds)
         for rate, found in data["shares"][name].items():
             print(f"{name} at {rate}: {found['watch']:.1%} lost by the watch, {found['all']:.1%} of all values")
         print(f"{name}: a watched step takes {data['cost'][name]['median']:.3f} of another's time")
         print(f"finding the model once takes {data['cost'][name]['search']:.2f} s")
-    if asked.keep:
+    if arguments.keep:
         keep("audit", data)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep
-from generation import llama, quantised
+from generation import llama, quantized
 from halfstep.lab.environment import environment
 from harness import RESULTS, keep
 
@@ -29,15 +29,15 @@ PAGE = RESULTS.parent.parent / "docs" / "inference.md"
 TABLE = re.compile(r"(?<=<!-- mates -->\n).*?(?=<!-- end mates -->)", re.DOTALL)
 
 
-def form(model: nn.Module, name: str) -> Any:
+def in_precision(model: nn.Module, name: str) -> Any:
     """The model in the precision that a row of the table names."""
     if name not in WIDE:
-        return quantised(model, name)
+        return quantized(model, name)
     halfstep.apply(model, WIDE[name])
     return model.eval()
 
 
-def apart(found: Tensor, expected: Tensor) -> float:
+def relative_distance(found: Tensor, expected: Tensor) -> float:
     """The Euclidean distance between two tensors, relative to the norm of `expected`."""
     return float((found - expected).norm() / expected.norm())
 
@@ -46,16 +46,16 @@ def apart(found: Tensor, expected: Tensor) -> float:
 def distances(name: str) -> dict[str, float]:
     """How far the row's logits are from those of the row alone in one call: in a batch of each size, and token by token
     with a KV cache."""
-    model = form(llama(), name)
+    model = in_precision(llama(), name)
     rows = torch.randint(0, 512, (max(ROWS), TOKENS), generator=torch.Generator().manual_seed(0))
     alone = model(rows[:1]).logits
-    found = {f"{count} rows": apart(model(rows[:count]).logits[:1], alone) for count in ROWS}
+    found = {f"{count} rows": relative_distance(model(rows[:count]).logits[:1], alone) for count in ROWS}
     cache, steps = None, []
     for token in rows[:1].unbind(1):
         result = model(token[:, None], past_key_values=cache, use_cache=True)
         cache = result.past_key_values
         steps.append(result.logits)
-    return {**found, "KV cache": apart(torch.cat(steps, 1), alone)}
+    return {**found, "KV cache": relative_distance(torch.cat(steps, 1), alone)}
 
 
 def table(data: dict[str, Any]) -> str:
@@ -71,10 +71,10 @@ def main() -> None:
     """Measure, print, and with --keep write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     data = {"machine": environment(), "distances": {name: distances(name) for name in (*WIDE, *RECIPES)}}
     print(table(data))
-    if asked.keep:
+    if arguments.keep:
         keep("batch_mates", data)
         PAGE.write_text(TABLE.sub(lambda _: table(data), PAGE.read_text()))
 

@@ -43,12 +43,12 @@ EFFECT = 0.1
 """The relative difference between two learning rates for whose detection the power is computed."""
 
 
-def ahead(path: Path) -> dict[str, Any]:
+def lead_times(path: Path) -> dict[str, Any]:
     """How many steps ahead the loss, gradient norm and sharpness announce divergence, for each smoothing variant."""
     stable, lost = runs_of(path, NAMES)
     found: dict[str, Any] = {"seconds": seconds(path), "stable": len(stable), "lost": len(lost), "variants": {}}
     for name, (logs, width) in VARIANTS.items():
-        told = leads(
+        found_leads = leads(
             [smoothed(run, logs, width) for run in stable],
             [(smoothed(run, logs, width), onset) for run, onset in lost],
             NAMES,
@@ -59,7 +59,7 @@ def ahead(path: Path) -> dict[str, Any]:
                 "mean_steps": statistics.fmean(lead.steps),
                 "ahead_of": {other: {"mean": mean, **asdict(ends)} for other, (mean, ends) in lead.ahead_of.items()},
             }
-            for one, lead in told.items()
+            for one, lead in found_leads.items()
         }
     return found
 
@@ -70,7 +70,7 @@ def ramp(paths: Sequence[Path], risen: Path) -> dict[str, Any]:
     A run that does not diverge counts with the highest rate it reached, so positive differences are underestimated.
 
     Args:
-        risen: the sweep that `ahead` reads, whose fp32 runs follow the same ramp: the negative control.
+        risen: the sweep that `lead_times` reads, whose fp32 runs follow the same ramp: the negative control.
     """
     table: dict[str, dict[int, float]] = {}
     survived: dict[str, int] = {}
@@ -93,17 +93,21 @@ def ramp(paths: Sequence[Path], risen: Path) -> dict[str, Any]:
                 "mean": statistics.fmean(rates.values()),
                 "sd": statistics.stdev(rates.values()),
                 "spikes": statistics.fmean(spiked[recipe].values()),
-                "spikes_to_bf16": None if recipe == "bf16-mixed" else more(spiked[recipe], spiked["bf16-mixed"]),
-                "to_fp32": None if recipe == "fp32" else beside(rates, base),
-                "to_bf16": None if recipe in ("fp32", "bf16-mixed") else beside(rates, table["bf16-mixed"]),
+                "spikes_to_bf16": None
+                if recipe == "bf16-mixed"
+                else spike_difference(spiked[recipe], spiked["bf16-mixed"]),
+                "to_fp32": None if recipe == "fp32" else rate_differences(rates, base),
+                "to_bf16": None if recipe in ("fp32", "bf16-mixed") else rate_differences(rates, table["bf16-mixed"]),
             }
             for recipe, rates in table.items()
         },
         "nearest_to_masked": {
-            name: beside(table[f"{name}-nearest"], table[name]) for name in table if f"{name}-nearest" in table
+            name: rate_differences(table[f"{name}-nearest"], table[name])
+            for name in table
+            if f"{name}-nearest" in table
         },
         "control": {
-            "odd seeds beside even ones": beside(
+            "odd seeds beside even ones": rate_differences(
                 {seed // 2: rate for seed, rate in again.items() if seed % 2},
                 {seed // 2: rate for seed, rate in again.items() if not seed % 2},
             ),
@@ -123,14 +127,14 @@ def rates_lost(path: Path, point: str = "lr") -> Iterator[tuple[str, int, float,
             yield found.recipe, found.seed, rate, found.onset is None, len(found.spikes)
 
 
-def beside(rates: Mapping[int, float], base: Mapping[int, float]) -> dict[str, Any]:
+def rate_differences(rates: Mapping[int, float], base: Mapping[int, float]) -> dict[str, Any]:
     """The paired differences between two recipes' rates over common seeds: mean, interval and verdict, with the power
     to detect a tenth of the base's mean."""
     seeds = sorted(rates.keys() & base.keys())
-    apart, mean = [rates[seed] - base[seed] for seed in seeds], statistics.fmean(base[seed] for seed in seeds)
-    ends, spread = paired(apart), statistics.stdev(apart)
+    differences, mean = [rates[seed] - base[seed] for seed in seeds], statistics.fmean(base[seed] for seed in seeds)
+    ends, spread = paired(differences), statistics.stdev(differences)
     power = paired_power(spread, len(seeds), EFFECT * mean)
-    told = (
+    verdict = (
         "higher"
         if ends.low > 0
         else "lower"
@@ -142,18 +146,18 @@ def beside(rates: Mapping[int, float], base: Mapping[int, float]) -> dict[str, A
     needed = next((n for n in range(2, 1000) if paired_power(spread, n, EFFECT * mean) >= ENOUGH), None)
     return {
         "seeds": len(seeds),
-        "mean": statistics.fmean(apart),
+        "mean": statistics.fmean(differences),
         **asdict(ends),
         "power": power,
-        "verdict": told,
+        "verdict": verdict,
         "seeds_to_tell": needed,
     }
 
 
-def more(counts: Mapping[int, int], base: Mapping[int, int]) -> dict[str, float]:
+def spike_difference(counts: Mapping[int, int], base: Mapping[int, int]) -> dict[str, float]:
     """The paired difference in spikes per run between two recipes, over common seeds, with its interval."""
-    apart = [counts[seed] - base[seed] for seed in sorted(counts.keys() & base.keys())]
-    return {"mean": statistics.fmean(apart), **asdict(paired(apart))}
+    differences = [counts[seed] - base[seed] for seed in sorted(counts.keys() & base.keys())]
+    return {"mean": statistics.fmean(differences), **asdict(paired(differences))}
 
 
 def smoothed(run: Mapping[str, Series], logs: bool, width: int) -> dict[str, list[float]]:
@@ -190,16 +194,16 @@ def leads_table(found: dict[str, Any]) -> str:
     for name, lead in first.items():
         false, caught = lead["false_alarms"], lead["caught"]
         cells = [name, f"{lead['threshold']:.1f}", counted(false), counted(caught), f"{lead['mean_steps']:.1f}"]
-        lines.append(f"| {' | '.join([*cells, between(lead['ahead_of'].get('loss'))])} |")
+        lines.append(f"| {' | '.join([*cells, interval_text(lead['ahead_of'].get('loss'))])} |")
     lines += [
         "",
         "| taken as | sharpness announces | steps ahead | earlier than the loss by | than the gradient norm |",
     ]
     lines.append("| --- " * 5 + "|")
-    for variant, told in found["variants"].items():
-        lead = told["sharpness"]
-        apart = [between(lead["ahead_of"][other]) for other in ("loss", "grad_norm")]
-        cells = [variant, f"{lead['caught']['hits']} of {found['lost']}", f"{lead['mean_steps']:.1f}", *apart]
+    for variant, by_series in found["variants"].items():
+        lead = by_series["sharpness"]
+        leads_over = [interval_text(lead["ahead_of"][other]) for other in ("loss", "grad_norm")]
+        cells = [variant, f"{lead['caught']['hits']} of {found['lost']}", f"{lead['mean_steps']:.1f}", *leads_over]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -212,20 +216,20 @@ def ramp_table(found: dict[str, Any]) -> str:
     lines.append("| --- " * 7 + "|")
     for recipe, row in sorted(found["recipes"].items(), key=lambda item: item[1]["mean"]):
         stayed = f", {row['survived']} not by {found['highest']:g}" if row["survived"] else ""
-        apart = row["to_fp32"]
+        gap = row["to_fp32"]
         cells = [f"`{recipe}`", f"{row['runs']}", f"{row['mean']:.2f} (sd {row['sd']:.2f}{stayed})"]
-        cells += ["-"] * 3 if apart is None else against(apart)
+        cells += ["-"] * 3 if gap is None else difference_cells(gap)
         cells.append(f"{row['spikes']:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
-    for name, apart in found["control"].items():
-        lines.append(f"| {' | '.join([f'fp32: {name}', str(apart['seeds']), '', *against(apart), '-'])} |")
+    for name, gap in found["control"].items():
+        lines.append(f"| {' | '.join([f'fp32: {name}', str(gap['seeds']), '', *difference_cells(gap), '-'])} |")
     return "\n".join(lines)
 
 
-def against(apart: dict[str, Any]) -> list[str]:
+def difference_cells(difference: dict[str, Any]) -> list[str]:
     """The table cells of a difference of rates: mean with interval, power, verdict."""
-    ends = f"{apart['mean']:+.2f} ({apart['low']:+.2f} to {apart['high']:+.2f})"
-    return [ends, f"{apart['power']:.0%}", apart["verdict"]]
+    ends = f"{difference['mean']:+.2f} ({difference['low']:+.2f} to {difference['high']:+.2f})"
+    return [ends, f"{difference['power']:.0%}", difference["verdict"]]
 
 
 def counted(found: dict[str, Any]) -> str:
@@ -234,7 +238,7 @@ def counted(found: dict[str, Any]) -> str:
     return f"{found['hits']}/{found['runs']} ({ends['low']:.0%} to {ends['high']:.0%})"
 
 
-def between(found: Mapping[str, float] | None) -> str:
+def interval_text(found: Mapping[str, float] | None) -> str:
     """A mean with its interval, as text."""
     return "-" if found is None else f"{found['mean']:+.1f} ({found['low']:+.1f} to {found['high']:+.1f})"
 
@@ -248,7 +252,7 @@ def main() -> None:
     given = parser.parse_args()
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     if given.leads:
-        kept["leads"] = ahead(given.leads)
+        kept["leads"] = lead_times(given.leads)
     if given.ramp:
         kept["ramp"] = ramp(given.ramp, given.leads)
     kept = json.loads(json.dumps(kept))

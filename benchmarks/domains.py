@@ -186,17 +186,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seeds", type=int, default=3, help="of the recipes of the second table")
     parser.add_argument("--out", type=Path, default=Path("runs/domains"))
-    asked = parser.parse_args()
-    given = {} if asked.steps is None else {"steps": asked.steps}
-    plan = {task: {**SEEDS.get(task, {}), **given} for task in asked.tasks.split(",")}
+    arguments = parser.parse_args()
+    given = {} if arguments.steps is None else {"steps": arguments.steps}
+    plan = {task: {**SEEDS.get(task, {}), **given} for task in arguments.tasks.split(",")}
     data: dict[str, Any] = {"machine": environment(), "tasks": {}}
     for task, fields in plan.items():
-        data["tasks"][task] = figures(*run(task, RECIPES, asked.out / task, **fields))
-    results, seconds = run("detection", SCALES, asked.out / "loss-scaling", seeds=asked.seeds, **given)
+        data["tasks"][task] = figures(*run(task, RECIPES, arguments.out / task, **fields))
+    results, seconds = run("detection", SCALES, arguments.out / "loss-scaling", seeds=arguments.seeds, **given)
     shares = {str(scale): flushed(results, float(scale)) for scale in (1, 8, 1024, 65536)}
     data["loss scaling"] = {**figures(results, seconds), "flushed": shares}
     print(page(data))
-    if asked.keep:
+    if arguments.keep:
         (RESULTS / "domains.json").write_text(json.dumps(data, indent=2) + "\n")
         PAGE.write_text(page(data))
 

@@ -99,20 +99,20 @@ def measured(path: Path) -> dict[str, Any]:
             table.setdefault(name, {}).setdefault(recipe, []).append(task(model, comparison.task))
     return {
         "tasks": {
-            name: {recipe: against(found, by["fp32"]) for recipe, found in by.items()} for name, by in table.items()
+            name: {recipe: compared(found, by["fp32"]) for recipe, found in by.items()} for name, by in table.items()
         }
     }
 
 
-def against(found: list[float], base: list[float]) -> dict[str, Any]:
+def compared(found: list[float], base: list[float]) -> dict[str, Any]:
     """The accuracies and their mean, and the paired differences to the baseline's with their interval and the power to
     detect one percentage point."""
-    apart = [mine - other for mine, other in zip(found, base, strict=True)]
+    differences = [mine - other for mine, other in zip(found, base, strict=True)]
     row: dict[str, Any] = {"accuracies": found, "mean": statistics.fmean(found)}
-    if not any(apart):
+    if not any(differences):
         return row
-    ends, power = paired(apart), paired_power(statistics.stdev(apart), len(apart), EFFECT)
-    return {**row, "gap": statistics.fmean(apart), **asdict(ends), "power": power}
+    ends, power = paired(differences), paired_power(statistics.stdev(differences), len(differences), EFFECT)
+    return {**row, "gap": statistics.fmean(differences), **asdict(ends), "power": power}
 
 
 def page(found: dict[str, Any]) -> str:

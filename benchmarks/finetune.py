@@ -47,9 +47,9 @@ def readmes(folder: Path) -> Path:
 
 def pretrained(out: Path) -> Path:
     """The path of the weights of the lab's smallest GPT, pre-trained in bf16-mixed."""
-    told = experiment_for("lm", recipes=("bf16-mixed",), steps=600, seeds=1, **LEAN)
-    train(told, {"bf16-mixed": get_recipe("bf16-mixed")}, out)
-    return out / "bf16-mixed" / "seed-0" / "checkpoints" / f"step-{told.steps:08d}" / "model.safetensors"
+    settings = experiment_for("lm", recipes=("bf16-mixed",), steps=600, seeds=1, **LEAN)
+    train(settings, {"bf16-mixed": get_recipe("bf16-mixed")}, out)
+    return out / "bf16-mixed" / "seed-0" / "checkpoints" / f"step-{settings.steps:08d}" / "model.safetensors"
 
 
 def loaded(experiment: Experiment, weights: Path) -> nn.Module:
@@ -59,48 +59,48 @@ def loaded(experiment: Experiment, weights: Path) -> nn.Module:
     return model
 
 
-def apart(values: Losses, higher_is_better: bool = False) -> dict[str, dict[str, Any]]:
+def differences_to_fp32(values: Losses, higher_is_better: bool = False) -> dict[str, dict[str, Any]]:
     """By recipe, the difference to fp32 as `halfstep compare` judges it; or `diverged`."""
     finals = {name: {n: v for n, v in enumerate(each) if v is not None} for name, each in values.items()}
     found = {}
     for name, own in finals.items():
         if name == "fp32":
             continue
-        told = difference(own, finals["fp32"], higher_is_better)
-        found[name] = asdict(told) if len(own) == len(values[name]) else {"status": "diverged"}
+        gap = difference(own, finals["fp32"], higher_is_better)
+        found[name] = asdict(gap) if len(own) == len(values[name]) else {"status": "diverged"}
     return found
 
 
 def fine_tuning(out: Path) -> dict[str, Any]:
     """The losses on the new text before and after fine-tuning under each recipe, and their differences to fp32's."""
     text = str(readmes(out / "readmes"))
-    told = experiment_for("lm", recipes=RECIPES, data=text, steps=150, seeds=3, lr=1e-3, warmup=10, **LEAN)
-    make = partial(loaded, told, pretrained(out / "pretrained"))
-    losses = train(told, {name: get_recipe(name) for name in RECIPES}, out / "language", make)
+    settings = experiment_for("lm", recipes=RECIPES, data=text, steps=150, seeds=3, lr=1e-3, warmup=10, **LEAN)
+    make = partial(loaded, settings, pretrained(out / "pretrained"))
+    losses = train(settings, {name: get_recipe(name) for name in RECIPES}, out / "language", make)
     first = read_metrics(out / "language" / "fp32" / "seed-0" / "metrics.jsonl")
     before = next(row["loss"] for row in first if row["kind"] == "validation" and row["step"] == 0)
-    corpus = load_corpus(text, told.context)
-    experiment = told.to_dict() | {"data": "READMEs of installed packages"}
+    corpus = load_corpus(text, settings.context)
+    experiment = settings.to_dict() | {"data": "READMEs of installed packages"}
     return {
         "experiment": experiment, "digest": corpus.digest, "bytes": len(corpus.train) + len(corpus.held_out),
-        "before": before, "losses": losses, "to_fp32": apart(losses),
+        "before": before, "losses": losses, "to_fp32": differences_to_fp32(losses),
     }  # fmt: skip
 
 
 def captions(out: Path) -> dict[str, Any]:
     """Losses and accuracies of a vision-language model under each recipe, and their differences to fp32's."""
-    told = experiment_for("captioning", recipes=RECIPES[:3], steps=250, seeds=3, **LEAN)
-    losses = train(told, {name: get_recipe(name) for name in told.recipes}, out / "captions")
+    settings = experiment_for("captioning", recipes=RECIPES[:3], steps=250, seeds=3, **LEAN)
+    losses = train(settings, {name: get_recipe(name) for name in settings.recipes}, out / "captions")
     accuracy = {
         name: [
             final(read_metrics(out / "captions" / name / f"seed-{seed}" / "metrics.jsonl"), "metric")
-            for seed in range(told.seeds)
+            for seed in range(settings.seeds)
         ]
-        for name in told.recipes
+        for name in settings.recipes
     }
     return {
-        "experiment": told.to_dict(), "losses": losses, "to_fp32": apart(losses),
-        "accuracy": accuracy, "accuracy_to_fp32": apart(accuracy, higher_is_better=True),
+        "experiment": settings.to_dict(), "losses": losses, "to_fp32": differences_to_fp32(losses),
+        "accuracy": accuracy, "accuracy_to_fp32": differences_to_fp32(accuracy, higher_is_better=True),
     }  # fmt: skip
 
 
@@ -109,12 +109,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/finetune"))
-    asked = parser.parse_args()
-    data = {"machine": environment(), "fine-tuning": fine_tuning(asked.out), "captions": captions(asked.out)}
+    arguments = parser.parse_args()
+    data = {"machine": environment(), "fine-tuning": fine_tuning(arguments.out), "captions": captions(arguments.out)}
     for part in ("fine-tuning", "captions"):
         for name, row in data[part]["to_fp32"].items():
             print(part, name, row)
-    if asked.keep:
+    if arguments.keep:
         keep("finetune", data)
 
 

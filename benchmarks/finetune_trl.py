@@ -34,7 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import halfstep
-from finetune import apart, readmes
+from finetune import differences_to_fp32, readmes
 from halfstep.integrations.transformers import HalfstepMixin
 from halfstep.lab.environment import environment
 from halfstep.lab.task import load_corpus
@@ -104,7 +104,7 @@ def pairs(text: str, count: int, seed: int = 0) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def told(kind: str, seed: int, out: Path) -> dict[str, Any]:
+def training_arguments(kind: str, seed: int, out: Path) -> dict[str, Any]:
     """The training arguments."""
     return {
         "output_dir": str(out), "max_steps": STEPS[kind], "learning_rate": RATES[kind], "seed": seed,
@@ -115,7 +115,11 @@ def told(kind: str, seed: int, out: Path) -> dict[str, Any]:
 
 def sft(recipe: str, start: State | None, data: tuple[Dataset, Dataset], kind: str, seed: int, out: Path) -> Any:
     """A trained SFTTrainer."""
-    options = {"args": SFTConfig(**told(kind, seed, out)), "train_dataset": data[0], "eval_dataset": data[1]}
+    options = {
+        "args": SFTConfig(**training_arguments(kind, seed, out)),
+        "train_dataset": data[0],
+        "eval_dataset": data[1],
+    }
     trainer = SFT(llama(start), recipe=recipe, generator=seed, processing_class=tokenizer(), audit=False, **options)
     trainer.train()
     return trainer
@@ -123,7 +127,11 @@ def sft(recipe: str, start: State | None, data: tuple[Dataset, Dataset], kind: s
 
 def dpo(recipe: str, start: State, data: tuple[Dataset, Dataset], seed: int, out: Path) -> Any:
     """A trained DPOTrainer."""
-    options = {"args": DPOConfig(**told("dpo", seed, out)), "train_dataset": data[0], "eval_dataset": data[1]}
+    options = {
+        "args": DPOConfig(**training_arguments("dpo", seed, out)),
+        "train_dataset": data[0],
+        "eval_dataset": data[1],
+    }
     models = {"model": llama(start), "ref_model": llama(start)}
     trainer = DPO(**models, recipe=recipe, generator=seed, processing_class=tokenizer(), audit=False, **options)
     trainer.train()
@@ -185,13 +193,13 @@ def compared(found: dict[str, Any]) -> dict[str, Any]:
         return {recipe: [row[name] for row in rows] for recipe, rows in found[kind].items()}
 
     accuracy = "eval_rewards/accuracies"
-    told = {
-        "sft_loss": apart(of("sft", "eval_loss")),
-        "dpo_loss": apart(of("dpo", "eval_loss")),
-        "dpo_accuracy": apart(of("dpo", accuracy), higher_is_better=True),
+    differences = {
+        "sft_loss": differences_to_fp32(of("sft", "eval_loss")),
+        "dpo_loss": differences_to_fp32(of("dpo", "eval_loss")),
+        "dpo_accuracy": differences_to_fp32(of("dpo", accuracy), higher_is_better=True),
         "accuracy": {recipe: sum(each) / len(each) for recipe, each in of("dpo", accuracy).items()},
     }
-    return told | {"to_bf16_master": {recipe: saved(recipe) for recipe in ("fp8lm-o2", "fp8lm-o3")}}
+    return differences | {"to_bf16_master": {recipe: saved(recipe) for recipe in ("fp8lm-o2", "fp8lm-o3")}}
 
 
 def saved(recipe: str) -> dict[str, float]:
@@ -213,14 +221,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/finetune_trl"))
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     versions = {name: version(name) for name in ("transformers", "trl")}
     settings = {"steps": STEPS, "rates": RATES, "batch": BATCH, "seeds": SEEDS, "sizes": SIZES}
-    data = {"machine": environment(), "versions": versions, "settings": settings, **measured(asked.out)}
+    data = {"machine": environment(), "versions": versions, "settings": settings, **measured(arguments.out)}
     for name, row in data.items():
         if name not in ("machine", "sft", "dpo"):
             print(name, row)
-    if asked.keep:
+    if arguments.keep:
         keep("finetune_trl", data)
 
 

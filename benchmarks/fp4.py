@@ -59,7 +59,7 @@ class Constant(Experiment):
 
 def experiment(case: Case) -> Experiment:
     """The experiment of a case."""
-    told = experiment_for(
+    settings = experiment_for(
         "lm",
         recipes=("fp32",),
         steps=1000,
@@ -71,7 +71,7 @@ def experiment(case: Case) -> Experiment:
         statistics=1,
         checkpoints=5,
     )
-    return Constant(**vars(told)) if case.constant else told
+    return Constant(**vars(settings)) if case.constant else settings
 
 
 def model() -> Llama:
@@ -84,21 +84,21 @@ def identity(case: Case, recipe: Recipe) -> str:
 
     Empty fields of a recipe are left out, so that a new field of recipes does not change the hash.
     """
-    told = [experiment(case).key(LAYERS, WIDTH, HEADS), case.constant, _said(_moving(to_data(recipe)))]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
+    content = [experiment(case).key(LAYERS, WIDTH, HEADS), case.constant, _nonempty(_without_words(to_data(recipe)))]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _moving(data: Mapping[str, Any]) -> dict[str, Any]:
+def _without_words(data: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe's data, and that of its stages, without WORDS."""
-    stages = [stage | {"recipe": _moving(stage["recipe"])} for stage in data.get("stages", [])]
+    stages = [stage | {"recipe": _without_words(stage["recipe"])} for stage in data.get("stages", [])]
     return {key: value for key, value in data.items() if key not in WORDS} | {"stages": stages}
 
 
-def _said(data: Any) -> Any:
+def _nonempty(data: Any) -> Any:
     if isinstance(data, Mapping):
-        kept = {key: _said(value) for key, value in data.items()}
+        kept = {key: _nonempty(value) for key, value in data.items()}
         return {key: value for key, value in kept.items() if value is not False and value not in ("none", "", [], {})}
-    return [_said(value) for value in data] if isinstance(data, list) else data
+    return [_nonempty(value) for value in data] if isinstance(data, list) else data
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,13 @@ class Run:
 
     def train(self) -> None:
         """Train to the end, resuming where an earlier call stopped."""
-        told = experiment(self.case)
-        task = get_task(told.task).open(told)
+        settings = experiment(self.case)
+        task = get_task(settings.task).open(settings)
 
         def build(seed: int) -> torch.nn.Module:
             return build_model("llama", {"llama": model}, seed)
 
-        Trainer(told, self.case.make(), self.seed, task, build, self.folder).run()
+        Trainer(settings, self.case.make(), self.seed, task, build, self.folder).run()
 
     def rows(self) -> list[Row]:
         """The rows of its metrics if it has ended, else none."""
@@ -152,8 +152,8 @@ def collected(out: Path, seeds: int = 9) -> Iterator[tuple[str, dict[str, Any]]]
     for case in CASES.values():
         runs = [Run.of(case, seed, out) for seed in range(seeds)]
         found = kept(case) | {str(run.seed): figures(rows) for run in runs if (rows := run.rows())}
-        told = {"base": case.base, "baseline": case.baseline, "identity": identity(case, case.make())}
-        yield case.name, told | {"runs": dict(sorted(found.items()))}
+        entry = {"base": case.base, "baseline": case.baseline, "identity": identity(case, case.make())}
+        yield case.name, entry | {"runs": dict(sorted(found.items()))}
 
 
 def results(out: Path) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def costs() -> dict[str, float]:
     return {name: cost(load_subject(ARCHITECTURE), name, sequence=TOKENS).without(HEAD).share for name in COSTED}
 
 
-def asked_for(names: str | None) -> list[Case]:
+def cases_named(names: str | None) -> list[Case]:
     """The cases with these names; all for None."""
     if names is None:
         return list(CASES.values())
@@ -194,18 +194,18 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--collect", action="store_true")
     parser.add_argument("--page", action="store_true")
-    asked = parser.parse_args()
-    if not asked.collect and not asked.page:
-        for seed in asked.seeds:
-            for case in asked_for(asked.cases):
+    arguments = parser.parse_args()
+    if not arguments.collect and not arguments.page:
+        for seed in arguments.seeds:
+            for case in cases_named(arguments.cases):
                 if str(seed) in kept(case):
                     continue
-                run = Run.of(case, seed, asked.out)
+                run = Run.of(case, seed, arguments.out)
                 run.train()
                 print(f"{case.name}, seed {seed}: {final(run.rows())}", flush=True)
-    if asked.keep or asked.collect:
-        keep("fp4", results(asked.out))
-    if asked.keep or asked.collect or asked.page:
+    if arguments.keep or arguments.collect:
+        keep("fp4", results(arguments.out))
+    if arguments.keep or arguments.collect or arguments.page:
         data = json.loads((RESULTS / "fp4.json").read_text())
         (DOCS / "fp4.md").write_text(page(data))
         plot(data, DOCS / "images")

@@ -95,15 +95,15 @@ A last stage in bf16 reduces the saving: with a tenth of the run in bf16, a shar
 
 def page(data: Data) -> str:
     """docs/fp4.md."""
-    told, machine, verdicts = data["experiment"], data["machine"], data["verdicts"]
+    experiment, machine, verdicts = data["experiment"], data["machine"], data["verdicts"]
     named = {name: row for name, row in verdicts.items() if data["cases"][name]["base"] is None}
     parts = {name: row for name, row in verdicts.items() if "to_base" in row}
     return PAGE.format(
-        **{name: told[name] for name in ("steps", "batch", "context", "lr", "warmup")},
-        **{name: told["model"][name] for name in ("layers", "width")},
-        parameters=told["model"]["parameters"] / 1e6,
+        **{name: experiment[name] for name in ("steps", "batch", "context", "lr", "warmup")},
+        **{name: experiment["model"][name] for name in ("layers", "width")},
+        parameters=experiment["model"]["parameters"] / 1e6,
         hours=_hours(data),
-        left=_left(told),
+        left=_rates_left(experiment),
         rule=textwrap.fill(f"{rule()} Fewer than {ENOUGH} seeds get no verdict.", 120),
         band=_band(data),
         summary="\n".join(_summary(named)),
@@ -117,10 +117,10 @@ def page(data: Data) -> str:
     )
 
 
-def _left(told: Data) -> str:
+def _rates_left(experiment: Data) -> str:
     """The learning rate after each of SWITCHES as a share of its peak, in words."""
-    schedule = Experiment(("fp32",), steps=told["steps"], warmup=told["warmup"], lr=1.0)
-    left = [f"{schedule.learning_rate(told['steps'] * share // 100 + 1):.0%}" for share in SWITCHES]
+    schedule = Experiment(("fp32",), steps=experiment["steps"], warmup=experiment["warmup"], lr=1.0)
+    left = [f"{schedule.learning_rate(experiment['steps'] * share // 100 + 1):.0%}" for share in SWITCHES]
     return ", ".join(f"{rate} after {share}% of the run" for rate, share in zip(left, SWITCHES, strict=True))
 
 

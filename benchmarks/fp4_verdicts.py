@@ -50,13 +50,13 @@ def _judged(name: str, case: dict[str, Any], cases: Cases) -> dict[str, Any]:
     }
     if case["base"] is not None:
         base = finals(cases[case["base"]])
-        apart = _ends(difference(own, base, same=own == base))
-        few = len(own.keys() & base.keys()) < ENOUGH or apart["low"] is None
-        word = ALIKE if few else WORSE if apart["low"] > 0 else BETTER if apart["high"] < 0 else ALIKE
-        found["to_base"] = apart | {"status": WORSE if diverged(case) and not diverged(cases[case["base"]]) else word}
+        gap = _ends(difference(own, base, same=own == base))
+        few = len(own.keys() & base.keys()) < ENOUGH or gap["low"] is None
+        word = ALIKE if few else WORSE if gap["low"] > 0 else BETTER if gap["high"] < 0 else ALIKE
+        found["to_base"] = gap | {"status": WORSE if diverged(case) and not diverged(cases[case["base"]]) else word}
     return found
 
 
-def _ends(apart: Difference) -> dict[str, Any]:
-    ends = apart.interval
-    return {"gap": apart.gap, "low": ends and ends.low, "high": ends and ends.high}
+def _ends(gap: Difference) -> dict[str, Any]:
+    ends = gap.interval
+    return {"gap": gap.gap, "low": ends and ends.low, "high": ends and ends.high}

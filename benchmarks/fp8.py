@@ -266,21 +266,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="of the runs on text")
     parser.add_argument("--jump-steps", type=int, default=300)
     parser.add_argument("--out", type=Path, default=Path("runs/fp8"))
-    asked = parser.parse_args()
-    if asked.page:
+    arguments = parser.parse_args()
+    if arguments.page:
         PAGE.write_text(page(json.loads((RESULTS / "fp8.json").read_text())))
         return
-    at = min(WATCH_AT, asked.steps)
+    at = min(WATCH_AT, arguments.steps)
     data: dict[str, Any] = {
         "machine": environment(),
-        "runs": compared(asked.out / "gpt", recipes=RECIPES, steps=asked.steps),
-        "gated runs": compared(asked.out / "llama", recipes=GATED, steps=asked.steps, model="llama-tiny"),
+        "runs": compared(arguments.out / "gpt", recipes=RECIPES, steps=arguments.steps),
+        "gated runs": compared(arguments.out / "llama", recipes=GATED, steps=arguments.steps, model="llama-tiny"),
         "watched after": at,
         "operands": {recipe: [asdict(row) for row in watched(recipe, at)] for recipe in WATCHED},
-        "jumps": {recipe: jumping(recipe, asked.jump_steps) for recipe in HISTORIES},
+        "jumps": {recipe: jumping(recipe, arguments.jump_steps) for recipe in HISTORIES},
     }
     print(page(data))
-    if asked.keep:
+    if arguments.keep:
         (RESULTS / "fp8.json").write_text(json.dumps(data, indent=2) + "\n")
         PAGE.write_text(page(data))
 

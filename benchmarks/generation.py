@@ -1,4 +1,4 @@
-"""The speed of text generation by quantised models: whole generations, and single matrix-vector multiplications.
+"""The speed of text generation by quantized models: whole generations, and single matrix-vector multiplications.
 
     python benchmarks/generation.py [--keep] [--rounds N]
 
@@ -46,15 +46,15 @@ def recipe_of(name: str) -> str | Recipe:
     return Recipe(name, "", "", rules=(Rule("*", linear_spec(None, quantizer, None)),))
 
 
-def quantised(model: nn.Module, name: str) -> nn.Module:
-    """A copy of the model, quantised for inference."""
+def quantized(model: nn.Module, name: str) -> nn.Module:
+    """A copy of the model, quantized for inference."""
     twin = copy.deepcopy(model)
     halfstep.quantize_model(twin, recipe_of(name))
     return twin
 
 
 def peers() -> dict[str, Callable[[nn.Module], nn.Module]]:
-    """Functions that quantise a model with other libraries, by name."""
+    """Functions that quantize a model with other libraries, by name."""
     return {
         "bitsandbytes Linear4bit nf4": partial(_bitsandbytes, bits=4),
         "bitsandbytes Linear8bitLt": partial(_bitsandbytes, bits=8),
@@ -113,7 +113,7 @@ def generations(rounds: int) -> tuple[dict[str, dict[str, float]], dict[str, str
     errors of peers that do not run."""
     whole, ids = llama(), torch.randint(512, (1, PROMPT), generator=torch.Generator().manual_seed(0))
     models: dict[str, nn.Module] = {"fp32": whole, "bf16": copy.deepcopy(whole).bfloat16()}
-    models |= {name: quantised(whole, name) for name in RECIPES}
+    models |= {name: quantized(whole, name) for name in RECIPES}
     failed: dict[str, str] = {}
     for name, make in peers().items():
         try:
@@ -138,7 +138,7 @@ def products(where: str, rounds: int) -> dict[str, dict[str, float]]:
         "bf16": lambda: F.linear(narrow_x, narrow),
     }
     for name in RECIPES:
-        runs[name] = partial(quantised(nn.Sequential(layer), name), x)
+        runs[name] = partial(quantized(nn.Sequential(layer), name), x)
     with torch.inference_mode():
         return _rows(timings(runs, rounds, 2, span=0.02))
 
@@ -180,12 +180,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
-    asked = parser.parse_args()
-    made, failed = generations(asked.rounds)
-    data = {"machine": environment(), "rounds": asked.rounds, "generation": made, "failed": failed}
-    data |= {"products": {where: products(where, 3 * asked.rounds) for where in SHAPES}}
+    arguments = parser.parse_args()
+    made, failed = generations(arguments.rounds)
+    data = {"machine": environment(), "rounds": arguments.rounds, "generation": made, "failed": failed}
+    data |= {"products": {where: products(where, 3 * arguments.rounds) for where in SHAPES}}
     print(table(data))
-    if asked.keep:
+    if arguments.keep:
         keep("generation", data)
         PAGE.write_text(TABLE.sub(lambda _: table(data), PAGE.read_text()))
 

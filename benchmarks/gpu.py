@@ -48,26 +48,26 @@ def main() -> None:
     parser.add_argument(
         "--twin-cpu", action="store_true", help="train the 10.8M model on this CPU, keep its losses, end"
     )
-    asked = parser.parse_args()
-    sections = asked.sections.split(",")
+    arguments = parser.parse_args()
+    sections = arguments.sections.split(",")
     if unknown := sorted(set(sections) - set(WEIGHTS)):
         parser.error(f"no section {', '.join(unknown)}; there are {', '.join(WEIGHTS)}")
     print(_libraries(), flush=True)
-    if asked.twin_cpu:
+    if arguments.twin_cpu:
         raise SystemExit(subprocess.run([sys.executable, "-m", "on_gpu.twin"], env=environment()).returncode)
-    if not asked.dry and (lacking := _lacking()):
+    if not arguments.dry and (lacking := _lacking()):
         parser.error(f"{lacking}: nothing can be measured. Take a Python with torch for CUDA and Triton, or try --dry")
     signal.signal(signal.SIGTERM, _interrupt)
-    journal = Journal(asked.out / "rows.jsonl")
-    options = ["--lines", str(journal.path)] + ["--dry"] * asked.dry + ["--exhaustive"] * asked.exhaustive
-    doctor = None if asked.dry or "correctness" not in sections else _doctor(asked.out / "doctor.json")
+    journal = Journal(arguments.out / "rows.jsonl")
+    options = ["--lines", str(journal.path)] + ["--dry"] * arguments.dry + ["--exhaustive"] * arguments.exhaustive
+    doctor = None if arguments.dry or "correctness" not in sections else _doctor(arguments.out / "doctor.json")
     try:
-        measure(sections, options, journal, time.monotonic() + 60 * asked.minutes - RESERVE)
+        measure(sections, options, journal, time.monotonic() + 60 * arguments.minutes - RESERVE)
     except KeyboardInterrupt:
         print("stopped; what was measured:", flush=True)
     if doctor is not None:
-        journal.end("correctness", "doctor, without the GPU", _diagnosis(doctor, asked.out / "doctor.json"))
-    finish(journal, asked.out, asked.dry, sections)
+        journal.end("correctness", "doctor, without the GPU", _diagnosis(doctor, arguments.out / "doctor.json"))
+    finish(journal, arguments.out, arguments.dry, sections)
 
 
 def measure(
@@ -88,7 +88,7 @@ def measure(
         print(f"== {section}, {until - now():.0f} s", flush=True)
         before = -1
         while before < (begun := len(journal.rows().keys() - {(section, PROCESS)})) and now() < until:
-            before, (code, said) = (
+            before, (code, last_line) = (
                 begun,
                 _run(section, options, until - now(), journal.path.with_name(f"{section}.err")),
             )
@@ -96,18 +96,18 @@ def measure(
                 if (section, PROCESS) in journal.rows():  # of an earlier run
                     journal.end(section, PROCESS, {"result": "it ended by itself"})
                 break
-            failed = f"its process ended with exit code {code}" + (f": {said}" if said else "")
+            failed = f"its process ended with exit code {code}" + (f": {last_line}" if last_line else "")
             print(f"{section}: {failed}", flush=True)
             if now() < until:
                 journal.end(section, PROCESS, {"failed": failed})
 
 
-def _run(section: str, options: Sequence[str], seconds: float, told: Path) -> tuple[int, str]:
+def _run(section: str, options: Sequence[str], seconds: float, errors: Path) -> tuple[int, str]:
     """Run a section's process, killed with all its children if it exceeds its time: its exit code, and the last line of
-    its stderr, all of which goes to the file `told`."""
+    its stderr, all of which goes to the file `errors`."""
     words = [sys.executable, "-m", "on_gpu", section, "--seconds", str(seconds), *options]
-    told.parent.mkdir(parents=True, exist_ok=True)
-    with told.open("w", encoding="utf-8") as file:
+    errors.parent.mkdir(parents=True, exist_ok=True)
+    with errors.open("w", encoding="utf-8") as file:
         child = subprocess.Popen(words, env=environment(), start_new_session=True, stderr=file)
         try:
             code = child.wait(seconds + GRACE)
@@ -115,7 +115,7 @@ def _run(section: str, options: Sequence[str], seconds: float, told: Path) -> tu
             code = -signal.SIGKILL
         finally:
             ended(child)
-    return code, (told.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""])[-1]
+    return code, (errors.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""])[-1]
 
 
 def ended(child: subprocess.Popen[str]) -> None:
@@ -131,21 +131,21 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(str(place) for place in places if str(place))}
 
 
-def _doctor(told: Path) -> subprocess.Popen[str]:
+def _doctor(report: Path) -> subprocess.Popen[str]:
     """Start `halfstep doctor` on the CPU's kernels beside the sections, on its own core: compiling them takes long, and
     would disturb timings on the GPU, where the correctness section tests the GPU's kernels in the same way."""
-    told.parent.mkdir(parents=True, exist_ok=True)
+    report.parent.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, "-m", "halfstep", "doctor", "--json"]
     hidden = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
-    with told.open("w", encoding="utf-8") as file:
+    with report.open("w", encoding="utf-8") as file:
         return subprocess.Popen(words, env=hidden, stdout=file, text=True, start_new_session=True)
 
 
-def _diagnosis(doctor: subprocess.Popen[str], told: Path) -> dict[str, object]:
+def _diagnosis(doctor: subprocess.Popen[str], report: Path) -> dict[str, object]:
     code = doctor.poll()
     ended(doctor)
     try:
-        kernels = json.loads(told.read_text(encoding="utf-8"))["kernels"]
+        kernels = json.loads(report.read_text(encoding="utf-8"))["kernels"]
     except ValueError:
         return {"failed": "time was up before it ended" if code is None else f"exit code {code}, and no JSON"}
     wrong = [kernel for kernel in kernels if kernel["difference"] is not None]
@@ -169,18 +169,18 @@ def _libraries() -> str:
         "import numpy; print('numpy', numpy.__version__, end=', ')",
         "import numba; print('numba', numba.__version__)",
     ]
-    told = subprocess.run([sys.executable, "-c", "; ".join(words)], capture_output=True, text=True)
-    last = told.stderr.strip().splitlines()[-1:] if told.returncode else []
+    completed = subprocess.run([sys.executable, "-c", "; ".join(words)], capture_output=True, text=True)
+    last = completed.stderr.strip().splitlines()[-1:] if completed.returncode else []
     hint = " -> only machine, probes and products start without it: carry a numpy that it takes (docs/gpu_figures.md)"
     hint = hint if last else ""
-    return told.stdout.strip() + " ".join(last) + hint
+    return completed.stdout.strip() + " ".join(last) + hint
 
 
 def _lacking() -> str:
     """Why this Python cannot measure, in one line; empty if it can."""
     words = "import torch, triton; assert torch.cuda.is_available(), 'torch sees no CUDA device here'"
-    told = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
-    return (told.stderr.strip().splitlines() or ["it ended without a word"])[-1] if told.returncode else ""
+    completed = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
+    return (completed.stderr.strip().splitlines() or ["it ended without a word"])[-1] if completed.returncode else ""
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -57,11 +57,11 @@ class GRPO(HalfstepMixin, GRPOTrainer):  # type: ignore[misc]
             drawn = super()._generate_single_turn(*args, **named)
         finally:
             self.model_wrapped = trained
-        self.seen.append(self.apart(torch.tensor([[*p, *c] for p, c in zip(args[0], drawn[0], strict=True)])))
+        self.seen.append(self.differences(torch.tensor([[*p, *c] for p, c in zip(args[0], drawn[0], strict=True)])))
         return drawn
 
     @torch.no_grad()
-    def apart(self, ids: torch.Tensor) -> dict[str, float]:
+    def differences(self, ids: torch.Tensor) -> dict[str, float]:
         """The mean KL of the rollout's next-token distributions to the trainer's, the largest difference of the sampled
         tokens' log-probabilities, the share of ratios that would be clipped, and the reward."""
         logs = [
@@ -100,17 +100,17 @@ def model(seed: int) -> LlamaForCausalLM:
 
 
 def run(train: str, rollout: str, seed: int) -> list[dict[str, float]]:
-    """The results of `apart` before each step."""
+    """The results of `differences` before each step."""
     generator = torch.Generator().manual_seed(seed)
     prompts = [" ".join(f"w{n}" for n in row) for row in torch.randint(WORDS, (64, PROMPT), generator=generator)]
     with tempfile.TemporaryDirectory() as folder:
-        told = GRPOConfig(
+        config = GRPOConfig(
             folder, max_steps=STEPS, per_device_train_batch_size=ROWS, num_generations=EACH, learning_rate=2e-3,
             max_completion_length=REPLY, seed=seed, bf16=False, use_cpu=True, report_to=[], disable_tqdm=True,
             gradient_checkpointing=False, save_strategy="no", logging_strategy="no",
         )  # fmt: skip
         how = {"train_dataset": Dataset.from_dict({"prompt": prompts}), "processing_class": tokenizer()}
-        trainer = GRPO(model(seed), reward_funcs=even, args=told, recipe=train, audit=False, **how)
+        trainer = GRPO(model(seed), reward_funcs=even, args=config, recipe=train, audit=False, **how)
         trainer.rollout, trainer.seen = model(seed), []
         halfstep.apply(trainer.rollout, rollout)
         trainer.train()

@@ -1,4 +1,4 @@
-"""The cost and the error of models quantised for inference: bytes, the time of a prompt, the error of logits.
+"""The cost and the error of models quantized for inference: bytes, the time of a prompt, the error of logits.
 
     python benchmarks/inference.py [--keep] [--steps N]
 
@@ -32,7 +32,7 @@ from halfstep.memory import stored_bytes
 from harness import RESULTS, keep, ratio, timings
 
 
-WIDE = {"fp32": "fp32", "bf16": "bf16-pure"}  # as stored; the others are quantised
+WIDE = {"fp32": "fp32", "bf16": "bf16-pure"}  # as stored; the others are quantized
 RECIPES = ("fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block", "fp8-amax", "mxfp8", "nf4", "int8-weight-only")
 PAGE = RESULTS.parent.parent / "docs" / "inference.md"
 TABLE = re.compile(r"(?<=<!-- figures -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -125,11 +125,11 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--steps", type=int, default=200, help="of llama-tiny, before its errors are measured")
     parser.add_argument("--rounds", type=int, default=15)
-    asked = parser.parse_args()
-    data = {"machine": environment(), "steps": asked.steps, "rounds": asked.rounds}
-    data |= {"errors": errors(*trained(asked.steps)), "costs": costs(asked.rounds)}
+    arguments = parser.parse_args()
+    data = {"machine": environment(), "steps": arguments.steps, "rounds": arguments.rounds}
+    data |= {"errors": errors(*trained(arguments.steps)), "costs": costs(arguments.rounds)}
     print(table(data))
-    if asked.keep:
+    if arguments.keep:
         keep("inference", data)
         PAGE.write_text(TABLE.sub(lambda _: table(data), PAGE.read_text()))
 

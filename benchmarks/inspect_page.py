@@ -39,18 +39,18 @@ def speed() -> str:
     rows += [f"| {name} | {run['gb']:.2f} | {run['gb_per_cpu_second']:.2f} |" for name, run in data["runs"].items()]
     lines = []
     for bar in data["bars"]:
-        asked = (
+        target = (
             "" if bar["at_least"] is None else f"; target {bar['at_least']:g}: {'met' if bar['met'] else '**missed**'}"
         )
-        lines.append(f"- {bar['bar']}: {bar['value']:.2f}{asked}.")
+        lines.append(f"- {bar['bar']}: {bar['value']:.2f}{target}.")
     used = ", ".join(f"{name} {value:.0f} MB" for name, value in data["rss_anon_mb"].items())
     machine = data["machine"]
     lines.append(f"- Anonymous memory above import: {used}.")
     few = json.loads(SMALL.read_text())
     for name, seconds in few["cpu_seconds"].items():
         met = "met" if seconds <= few["at_most"] else "**missed**"
-        asked = f"target at most {few['at_most']:g}: {met}"
-        lines.append(f"- {few['tensors']:,} tensors of 64 to 256 values, {name}: {seconds:.1f} s of CPU; {asked}.")
+        target = f"target at most {few['at_most']:g}: {met}"
+        lines.append(f"- {few['tensors']:,} tensors of 64 to 256 values, {name}: {seconds:.1f} s of CPU; {target}.")
     return "\n".join([*rows, "", *lines, "", f"torch {machine['torch']} on {machine['cpu']}, one thread."])
 
 

@@ -50,7 +50,7 @@ def measured(paths: Sequence[Path]) -> dict[str, Any]:
     largest = max(cell.parameters for cell in cells)
     groups = sorted({(cell.parameters, cell.tokens, cell.bits or math.inf) for cell in cells})
     parts: dict[str, list[Callable[[Cell], bool]]] = {
-        "one cell at a time": [partial(stands, at) for at in groups],
+        "one cell at a time": [partial(is_in, at) for at in groups],
         "the most tokens": [lambda cell: cell.tokens == most],
         "the largest model's fewest tokens": [lambda cell: cell.parameters == largest and cell.tokens == least],
     }
@@ -97,29 +97,29 @@ def pairs(paths: Sequence[Path]) -> dict[str, Any]:
             bits = weight_bits(recipe_of(folder, cell)) or math.inf
             found[cell.parameters or 0, cell.tokens, cell.seed, bits] = cell.loss or math.nan
     widths = sorted({bits for *_, bits in found if math.isfinite(bits)})
-    apart = {
+    increases = {
         width: [loss - found[n, d, seed, math.inf] for (n, d, seed, bits), loss in found.items() if bits == width]
         for width in widths
     }
     return {
         f"{width:g}": {"runs": len(rises), "mean": statistics.fmean(rises), **asdict(paired(rises))}
-        for width, rises in apart.items()
+        for width, rises in increases.items()
     }
 
 
-def stands(at: tuple[float, float, float], cell: Cell) -> bool:
+def is_in(at: tuple[float, float, float], cell: Cell) -> bool:
     """Whether a run belongs to that cell."""
-    return place(cell) == at
+    return coordinates(cell) == at
 
 
-def place(cell: Cell) -> tuple[float, float, float]:
+def coordinates(cell: Cell) -> tuple[float, float, float]:
     """A run's parameters, tokens and bits; infinite bits for float32 weights."""
     return cell.parameters, cell.tokens, cell.bits or math.inf
 
 
 def losses(cells: Sequence[Cell], at: tuple[float, float, float]) -> list[float]:
     """The losses of a cell's runs."""
-    return [cell.loss for cell in cells if place(cell) == at]
+    return [cell.loss for cell in cells if coordinates(cell) == at]
 
 
 def noise(cells: Sequence[Cell], groups: Sequence[tuple[float, float, float]]) -> float:
@@ -137,8 +137,8 @@ def predicted(cells: Sequence[Cell], outs: Sequence[Callable[[Cell], bool]]) -> 
             law = fit_loss(kept, 0).law()
         except LawError as error:
             return {"refused": str(error)}
-        for at in sorted({place(cell) for cell in cells if out(cell)}):
-            rows.append((at, statistics.fmean(losses(cells, at)), told(law, at)))
+        for at in sorted({coordinates(cell) for cell in cells if out(cell)}):
+            rows.append((at, statistics.fmean(losses(cells, at)), predicted_loss(law, at)))
     errors = [guess - loss for _, loss, guess in rows]
     return {
         "cells": len(rows),
@@ -149,7 +149,7 @@ def predicted(cells: Sequence[Cell], outs: Sequence[Callable[[Cell], bool]]) -> 
     }
 
 
-def told(law: Law, at: tuple[float, float, float]) -> float:
+def predicted_loss(law: Law, at: tuple[float, float, float]) -> float:
     """The loss that the law predicts for a cell."""
     parameters, tokens, bits = at
     return law.loss(parameters, tokens, None if math.isinf(bits) else {"weights": bits})

@@ -182,11 +182,11 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--out", type=Path, default=Path("runs/ledger"))
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     data: dict[str, Any] = {"machine": environment(), "comparisons": {}}
-    for label, found in GROUPS[asked.group]().items():
-        experiment = found.experiment if asked.steps is None else replace(found.experiment, steps=asked.steps)
-        losses = train(experiment, found.recipes, asked.out / asked.group / label, found.build)
+    for label, found in GROUPS[arguments.group]().items():
+        experiment = found.experiment if arguments.steps is None else replace(found.experiment, steps=arguments.steps)
+        losses = train(experiment, found.recipes, arguments.out / arguments.group / label, found.build)
         data["comparisons"][label] = {
             "experiment": experiment.to_dict() | {"recipes": list(found.recipes)},
             "baseline": found.baseline,
@@ -196,8 +196,8 @@ def main() -> None:
     for label, comparison in data["comparisons"].items():
         for name, row in comparison["summary"].items():
             print(label, name, row)
-    if asked.keep:
-        keep(f"ledger_{asked.group}", data)
+    if arguments.keep:
+        keep(f"ledger_{arguments.group}", data)
 
 
 if __name__ == "__main__":

@@ -88,11 +88,11 @@ def sizes(data: dict[str, Any]) -> Iterator[str]:
 def losses(data: dict[str, Any]) -> Iterator[str]:
     """The part on losses of fine-tuning and of the vision-language model."""
     tuned, captions = data["fine-tuning"], data["captions"]
-    told = tuned["experiment"]
+    setup = tuned["experiment"]
     yield from _wrapped(
         "Losses: `python benchmarks/finetune.py` pre-trains a GPT of half a million parameters in "
-        f"bf16 on Python's sources, and fine-tunes it for {told['steps']} steps on {tuned['bytes'] / 1e6:.1f} MB of "
-        f"READMEs, with {told['seeds']} seeds a recipe. Its loss there starts at {tuned['before']:.3f}. A small "
+        f"bf16 on Python's sources, and fine-tunes it for {setup['steps']} steps on {tuned['bytes'] / 1e6:.1f} MB of "
+        f"READMEs, with {setup['seeds']} seeds a recipe. Its loss there starts at {tuned['before']:.3f}. A small "
         f"vision-language model is trained for {captions['experiment']['steps']} steps: a decoder reads 16 "
         "patches of a digit's image and spells its name. Differences are relative to fp32 with the same seed, "
         "with 95% intervals; the margin of a verdict is 1%."
@@ -105,18 +105,18 @@ def losses(data: dict[str, Any]) -> Iterator[str]:
             yield f"| {name} | `{recipe}` | {_mean(values)} | {_against(found['to_fp32'].get(recipe))} |"
     yield ""
     shown = ", ".join(f"{sum(v) / len(v):.1%} (`{recipe}`)" for recipe, v in captions["accuracy"].items())
-    apart = "; ".join(
+    worse = "; ".join(
         f"`{recipe}` {_against(row).replace(' | ', ', ')}" for recipe, row in captions["accuracy_to_fp32"].items()
     )
     yield from _wrapped(
         f"Held-out images whose name is spelled right: {shown}. Relative to fp32's accuracy, where plus is "
-        f"worse: {apart}."
+        f"worse: {worse}."
     )
 
 
 def _mean(values: list[float | None]) -> str:
-    there = [value for value in values if value is not None]
-    return f"{sum(there) / len(there):.4f}" if len(there) == len(values) else "diverged"
+    finished = [value for value in values if value is not None]
+    return f"{sum(finished) / len(finished):.4f}" if len(finished) == len(values) else "diverged"
 
 
 def _against(row: dict[str, Any] | None) -> str:

@@ -70,11 +70,11 @@ def contenders() -> list[Contender]:
             model, _, _ = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe)
             made[recipe] = model, lambda model=model: halfstep.cached_weights(model)
         for name, (model, around) in made.items():
-            apart = works(model, rows, around if name == "torch.autocast" else nullcontext, True)
+            separate = works(model, rows, around if name == "torch.autocast" else nullcontext, True)
             once = works(model, rows, around, False)
-            for work in apart:
+            for work in separate:
                 base = f"{name}, {work}, {size}"
-                found += [Contender(base, apart[work]), Contender(f"{base}: weights once", once[work], base, 1.0)]
+                found += [Contender(base, separate[work]), Contender(f"{base}: weights once", once[work], base, 1.0)]
     return found
 
 

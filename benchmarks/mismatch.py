@@ -46,11 +46,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/which_bf16_finetune"))
-    asked = parser.parse_args()
-    told = experiment_for("lm", recipes=("fp32",), seeds=1, **LEAN)
-    model = loaded(told, pretrained(asked.out / "pretrained"))
-    held = load_corpus(None, told.context).held_out
-    tokens = held[: 64 * told.context].view(64, told.context).long()
+    arguments = parser.parse_args()
+    experiment = experiment_for("lm", recipes=("fp32",), seeds=1, **LEAN)
+    model = loaded(experiment, pretrained(arguments.out / "pretrained"))
+    held = load_corpus(None, experiment.context).held_out
+    tokens = held[: 64 * experiment.context].view(64, experiment.context).long()
     batches = [*tokens.split(16)]
     rows = {
         rollout: {train: halfstep.mismatch(model, batches, train, rollout).to_dict() for train in TRAIN}
@@ -58,7 +58,7 @@ def main() -> None:
     }
     data = {"machine": environment(), "train": TRAIN, "tokens": tokens.numel(), "rows": rows}
     print(table(data))
-    if asked.keep:
+    if arguments.keep:
         keep("mismatch", data)
         PAGE.write_text(TABLE.sub(lambda _: table(data), PAGE.read_text()))
 

@@ -40,10 +40,12 @@ PAIRS = {
 def trained(model_name: str, seed: int) -> dict[int, tuple[Tensor, Tensor]]:
     """By step, the first and second moments of all matrices of a model trained in float32, each flattened into one
     tensor."""
-    told = experiment_for("lm", recipes=("fp32",), model=model_name)
-    task = get_task("lm").open(told)
-    model = build_model(told.model, task.models(), seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=told.lr, betas=told.betas, weight_decay=told.weight_decay)
+    experiment = experiment_for("lm", recipes=("fp32",), model=model_name)
+    task = get_task("lm").open(experiment)
+    model = build_model(experiment.model, task.models(), seed)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=experiment.lr, betas=experiment.betas, weight_decay=experiment.weight_decay
+    )
     found = {}
     for step in range(1, max(STEPS) + 1):
         task.loss(model, task.batch(seed, step)).backward()

@@ -43,7 +43,7 @@ def recipe_of(kept: str) -> Recipe:
     return replace(get_recipe("fp32"), name=f"states-{kept}", moments=get_recipe(kept).moments)
 
 
-def told(optimizer: str, lr: float) -> Experiment:
+def experiment_of(optimizer: str, lr: float) -> Experiment:
     """The demo's experiment with this optimizer and learning rate."""
     return experiment_for(
         "lm", recipes=("fp32",), optimizer=optimizer, lr=lr, validations=1, statistics=1, checkpoints=1
@@ -54,7 +54,7 @@ class Updates:
     """The demo's GPT with constant gradients, and its optimizer."""
 
     def __init__(self, optimizer: str, kept: str) -> None:
-        experiment = told(optimizer, 1e-3)
+        experiment = experiment_of(optimizer, 1e-3)
         task = get_task(experiment.task).open(experiment)
         model = build_model(experiment.model, task.models(), seed=0)
         made = build_optimizer(experiment, model)
@@ -90,8 +90,8 @@ def table(data: dict[str, Any]) -> str:
         losses = [f"{found['adamw'][name]['loss']:.4f}" for found in rates.values()]
         lines.append(f"| {name} | {row['states']:.2f} | {row['update']:.2f} | {' | '.join(losses)} |")
     gaps = [found["muon"]["muon, 8 bits"] for found in rates.values()]
-    apart = ", ".join(f"{own['low']:+.2%} to {own['high']:+.2%}" for own in gaps)
-    lines += ["", f"8 bits against Muon in fp32, at these rates in turn: {apart}."]
+    intervals = ", ".join(f"{own['low']:+.2%} to {own['high']:+.2%}" for own in gaps)
+    lines += ["", f"8 bits against Muon in fp32, at these rates in turn: {intervals}."]
     return "\n".join(lines) + "\n"
 
 
@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/muon"))
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     made = {name: Updates(*how) for name, how in CONTENDERS.items()}
     runs = {"torch.optim.Muon and AdamW": torchs(), **{name: own.optimizer.step for name, own in made.items()}}
     seconds = timings(runs, ROUNDS, span=0.2)
@@ -112,13 +112,18 @@ def main() -> None:
     for lr in RATES:
         losses = {}
         for name, (optimizer, kept) in CONTENDERS.items():
-            folder = asked.out / f"{optimizer}-{lr:g}"
-            losses[name] = train(told(optimizer, lr), {kept: recipe_of(kept)}, folder)[kept]
+            folder = arguments.out / f"{optimizer}-{lr:g}"
+            losses[name] = train(experiment_of(optimizer, lr), {kept: recipe_of(kept)}, folder)[kept]
         found[f"{lr:g}"] = {name: summary(losses, name) for name in ("adamw", "muon")}
         print(lr, found[f"{lr:g}"], flush=True)
-    data = {"machine": environment(), "experiment": told("muon", RATES[0]).to_dict(), "rows": rows, "losses": found}
+    data = {
+        "machine": environment(),
+        "experiment": experiment_of("muon", RATES[0]).to_dict(),
+        "rows": rows,
+        "losses": found,
+    }
     print(rows)
-    if asked.keep:
+    if arguments.keep:
         keep("muon", data)
 
 

@@ -48,7 +48,7 @@ def of_tensor(format: str, rule: str) -> Storage:
     return get_storage(Quantizer(formats.get(format), scales=Scales(TENSOR, get_scaling(rule))))
 
 
-def kept_as(first: Storage, second: Storage) -> Recipe:
+def with_storages(first: Storage, second: Storage) -> Recipe:
     """fp32 with the moments in these storages."""
     return replace(get_recipe("fp32"), name="moments", moments=(("exp_avg", first), ("exp_avg_sq", second)))
 
@@ -200,9 +200,9 @@ def main() -> None:
         Contender(galore8, projected("galore_torch", "GaLoreAdamW8bit"), fused, is_peer=True),
     ]
     contenders += [Contender(name, stepping(name), fused, bar) for name, bar in RECIPES.items()]
-    eight, moments = stepping("adamw-8bit"), stepping(kept_as(blocks("e4m3fn"), blocks("e5m2")))
-    fishman = kept_as(of_tensor("e4m3fn", "current"), of_tensor("e5m2", "current"))
-    fp8lm = kept_as(of_tensor("e4m3fn", "rceil"), of_tensor("fp16", "rceil"))
+    eight, moments = stepping("adamw-8bit"), stepping(with_storages(blocks("e4m3fn"), blocks("e5m2")))
+    fishman = with_storages(of_tensor("e4m3fn", "current"), of_tensor("e5m2", "current"))
+    fp8lm = with_storages(of_tensor("e4m3fn", "rceil"), of_tensor("fp16", "rceil"))
     contenders += [
         Contender("E4M3 and E5M2 moments", moments, fused, 1.15),
         Contender("E4M3 and E5M2 moments, to torchao", moments, fp8, 0.25),

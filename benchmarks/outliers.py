@@ -66,11 +66,11 @@ def run(recipe: Recipe, tail: float, decay: float, seed: int, steps: int) -> dic
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     products: list[tuple[float, float]] = []
 
-    def look(_: Any, args: tuple[Tensor, ...]) -> None:
+    def record(_: Any, args: tuple[Tensor, ...]) -> None:
         product = args[0].detach().float()
         products.append((float(product.abs().max()), float(product.square().mean().sqrt())))
 
-    handle = mlp.down_proj.register_forward_pre_hook(look)
+    handle = mlp.down_proj.register_forward_pre_hook(record)
     for _ in range(steps):
         x, y = teacher.batch(TOKENS)
         scaler.scale(F.smooth_l1_loss(model(x), y)).backward()  # type: ignore[no-untyped-call]
@@ -112,10 +112,10 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
-    asked = parser.parse_args()
-    rows = search(asked.seeds, asked.steps)
-    if asked.keep:
-        keep("outliers", {"machine": environment(), "steps": asked.steps, "seeds": asked.seeds, "rows": rows})
+    arguments = parser.parse_args()
+    rows = search(arguments.seeds, arguments.steps)
+    if arguments.keep:
+        keep("outliers", {"machine": environment(), "steps": arguments.steps, "seeds": arguments.seeds, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Other libraries' counterparts of halfstep's quantisers: how to call them, and how far their values agree.
+"""Other libraries' counterparts of halfstep's quantizers: how to call them, and how far their values agree.
 
 A peer that is not installed or does not build is left out and named; the others run without it.
 """

@@ -1,4 +1,4 @@
-"""The speed of quantising a tensor: halfstep, its peers, and a copy of the same bytes, interleaved in one run."""
+"""The speed of quantizing a tensor: halfstep, its peers, and a copy of the same bytes, interleaved in one run."""
 
 from __future__ import annotations
 

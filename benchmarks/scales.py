@@ -23,9 +23,9 @@ PICTURE = RESULTS.parent.parent / "docs" / "images" / "scales_bert_large.png"
 WORDS = ["bert-large", "--batch", "2", "--context", "128", "--unit"]
 
 
-def measured(more: list[str]) -> dict[str, Any]:
+def measured(options: list[str]) -> dict[str, Any]:
     """The JSON output of `halfstep scales`, with every tensor."""
-    command = [sys.executable, "-m", "halfstep", "scales", *WORDS, "--json", *more]
+    command = [sys.executable, "-m", "halfstep", "scales", *WORDS, "--json", *options]
     found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     return found
 
@@ -36,7 +36,7 @@ def folded(scales: dict[str, Any]) -> dict[str, Any]:
     rows: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for tensor in scales["tensors"]:
         rows.setdefault((tensor["folded"], tensor["tensor"], tensor["kind"]), []).append(tensor)
-    told = {name: value for name, value in scales.items() if name != "tensors"}
+    totals = {name: value for name, value in scales.items() if name != "tensors"}
     table = [
         {
             "module": module,
@@ -48,7 +48,7 @@ def folded(scales: dict[str, Any]) -> dict[str, Any]:
         }
         for (module, tensor, kind), found in rows.items()
     ]
-    return told | {"shares": {kind: shares(scales, kind) for kind in KINDS}, "rows": table}
+    return totals | {"shares": {kind: shares(scales, kind) for kind in KINDS}, "rows": table}
 
 
 def shares(scales: dict[str, Any], kind: str) -> dict[str, dict[str, float]]:
@@ -81,12 +81,12 @@ def main() -> None:
     """Run, print, and with --keep write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true")
-    asked = parser.parse_args()
-    found = measured(["--plot", str(PICTURE)] if asked.keep else [])
+    arguments = parser.parse_args()
+    found = measured(["--plot", str(PICTURE)] if arguments.keep else [])
     command = " ".join(["halfstep scales", *WORDS])
     data = {"machine": environment(), "command": command, "scales": [folded(each) for each in found["scales"]]}
     print(table(data))
-    if asked.keep:
+    if arguments.keep:
         (RESULTS / "scales.json").write_text(json.dumps(data, indent=1) + "\n")
 
 

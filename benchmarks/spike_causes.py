@@ -103,9 +103,9 @@ def history(path: Path, base: str = "bf16-mixed") -> dict[str, Any]:
         rises, others, at, away = list[float](), list[float](), 0, 0
         for seed in sorted({seed for of, name, seed in table if (of, name) == (kind, recipe)}):
             mine, its = table[kind, recipe, seed], table[kind, base, seed]
-            apart = {step: mine[step - 1] - its[step - 1] for step in range(SELDOM[0], len(mine) + 1)}
-            rises += [apart[step] for step in steps]
-            others += [rise for step, rise in apart.items() if step not in steps]
+            differences = {step: mine[step - 1] - its[step - 1] for step in range(SELDOM[0], len(mine) + 1)}
+            rises += [differences[step] for step in steps]
+            others += [rise for step, rise in differences.items() if step not in steps]
             started = {spike.start + 1 for spike in spikes(mine)}
             at, away = at + len(started & set(steps)), away + len(started - set(steps))
         row: dict[str, Any] = {"jumps": len(rises), "rise": statistics.fmean(rises), "spikes": at, "elsewhere": away}

@@ -74,8 +74,8 @@ def _cell(points: dict[int, list[float]]) -> str:
         return "not finished"
     power, others = found
     seeds = max(len(losses) for losses in points.values())
-    apart = "" if others == [power] else f" ({others[0]} to {others[-1]})"
-    return f"{power}{apart}" + (", 1 seed" if seeds == 1 else "")
+    spread = "" if others == [power] else f" ({others[0]} to {others[-1]})"
+    return f"{power}{spread}" + (", 1 seed" if seeds == 1 else "")
 
 
 def learning_rates(data: dict[str, Any], file: Path) -> None:

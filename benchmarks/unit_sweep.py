@@ -171,8 +171,8 @@ def runs(
     for octave, scaled in product(octaves, (False, True)):
         some = {recipe: each for recipe, each in known.items() if each.unit_scaled == scaled}
         rate = case.rates[optimizer] * 2.0**octave * (UNIT[optimizer] if scaled else 1)
-        asked = experiment(case, optimizer, rate, seeds)
-        losses = train(asked, some, out / f"{name}-{optimizer}-{rate:.3g}-{asked.key()[:8]}", case.make)
+        point = experiment(case, optimizer, rate, seeds)
+        losses = train(point, some, out / f"{name}-{optimizer}-{rate:.3g}-{point.key()[:8]}", case.make)
         for recipe, found in losses.items():
             yield from (Run(name, optimizer, recipe, rate, seed, loss) for seed, loss in enumerate(found))
 
@@ -203,8 +203,8 @@ def verdict(found: Best | None, fp32: Best | None) -> str:
         return "diverged at every rate"
     if fp32 is None or len(found.losses.keys() & fp32.losses.keys()) < ENOUGH:
         return "no verdict: fewer than three seeds"
-    apart = difference(found.losses, fp32.losses, same=found.losses == fp32.losses)
-    return f"{apart.status} ({apart.gap:+.2%})"
+    gap = difference(found.losses, fp32.losses, same=found.losses == fp32.losses)
+    return f"{gap.status} ({gap.gap:+.2%})"
 
 
 def grouped(found: Iterable[Run]) -> dict[tuple[str, str], dict[str, list[Run]]]:
@@ -246,8 +246,8 @@ def summary(found: Iterable[Run]) -> dict[str, dict[str, float]]:
                 if base in at and len(each.losses.keys() & at[base].losses.keys()) >= ENOUGH:
                     row[f"to {base}"] = each.mean / at[base].mean - 1
                     shared = each.losses.keys() & at[base].losses.keys()
-                    between = paired([(each.losses[s] - at[base].losses[s]) / at[base].mean for s in sorted(shared)])
-                    row |= {f"to {base}, low": between.low, f"to {base}, high": between.high}
+                    interval = paired([(each.losses[s] - at[base].losses[s]) / at[base].mean for s in sorted(shared)])
+                    row |= {f"to {base}, low": interval.low, f"to {base}, high": interval.high}
     return rows
 
 
@@ -281,20 +281,20 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--plot", action="store_true")
     parser.add_argument("--table", action="store_true", help="print the table of what was kept; nothing is trained")
-    asked = parser.parse_args()
-    if asked.table:
+    arguments = parser.parse_args()
+    if arguments.table:
         print(table(kept()))
         return
     found: list[Run] = []
-    octaves = [int(octave) for octave in asked.octaves.split(",")]
-    for case in asked.cases.split(","):
-        for optimizer in asked.optimizers.split(","):
-            found += runs(case, optimizer, asked.recipes.split(","), octaves, asked.seeds, asked.out)
-            if asked.keep:
+    octaves = [int(octave) for octave in arguments.octaves.split(",")]
+    for case in arguments.cases.split(","):
+        for optimizer in arguments.optimizers.split(","):
+            found += runs(case, optimizer, arguments.recipes.split(","), octaves, arguments.seeds, arguments.out)
+            if arguments.keep:
                 keep(found)
     print(table(found))
-    if asked.plot:
-        for case in asked.cases.split(","):
+    if arguments.plot:
+        for case in arguments.cases.split(","):
             drawn = {optimizer: recipes for (each, optimizer), recipes in grouped(kept()).items() if each == case}
             picture(case, drawn).savefig(IMAGES / f"unit_sweep_{case}.png")
 

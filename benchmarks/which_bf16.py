@@ -42,7 +42,7 @@ ROUNDS = 15
 Rows = list[dict[str, Any]]
 
 
-def looks(results: Results, recipe: str) -> list[Rows]:
+def statistics_rows(results: Results, recipe: str) -> list[Rows]:
     """The statistics rows of a recipe: for each step recorded, the rows of all seeds."""
     runs = results.runs[recipe].values()
     return [list(rows) for rows in zip(*([r for r in run if r["kind"] == "statistics"] for run in runs), strict=True)]
@@ -61,7 +61,7 @@ def recipe_figures(results: Results) -> dict[str, Any]:
     """Every recipe's verdict and descent."""
     found = {}
     for v in results.verdicts:
-        rows = [[{"step": r["step"], **r["descent"]} for r in step] for step in looks(results, v.recipe)]
+        rows = [[{"step": r["step"], **r["descent"]} for r in step] for step in statistics_rows(results, v.recipe)]
         found[v.recipe] = v.to_dict() | {"descent": descent(rows)}
     return found
 
@@ -89,7 +89,7 @@ def loop_figures(out: Path, task: str, fp32: dict[int, float]) -> dict[str, Any]
 
 def zeroed_figures(results: Results) -> dict[str, Any]:
     """The shares that a cast rounds to zero in fp32's runs, by tensor kind and format, one figure per step recorded."""
-    at = looks(results, "fp32")
+    at = statistics_rows(results, "fp32")
 
     def mean(of: Callable[[dict[str, Any]], float]) -> list[float]:
         return [statistics.fmean(map(of, rows)) for rows in at]
@@ -171,16 +171,16 @@ def main() -> None:
     wanted.add_argument("--pages", action="store_true")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--out", type=Path, default=Path("runs/which_bf16"))
-    asked = parser.parse_args()
-    if asked.pages:
+    arguments = parser.parse_args()
+    if arguments.pages:
         write(pages(json.loads((RESULTS / "which_bf16.json").read_text())))
         return
     one_thread()
-    train_all(asked.steps, asked.out)
-    data = gather(asked.steps, asked.out)
-    data["times"] = times(experiments_of(asked.steps)["lm"])
+    train_all(arguments.steps, arguments.out)
+    data = gather(arguments.steps, arguments.out)
+    data["times"] = times(experiments_of(arguments.steps)["lm"])
     print("\n".join(pages(data).values()))
-    if asked.keep:
+    if arguments.keep:
         keep("which_bf16", json.loads(json.dumps(data)))
         write(pages(data))
 

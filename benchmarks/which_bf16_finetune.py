@@ -46,17 +46,17 @@ def measured(out: Path) -> dict[str, Any]:
     text, start = str(readmes(out / "readmes")), pretrained(out / "pretrained")
     corpus, rates = None, {}
     for rate in RATES:
-        told = experiment_for(
+        settings = experiment_for(
             "lm", recipes=RECIPES, data=text, steps=STEPS, seeds=SEEDS, lr=rate, warmup=10, **LEAN
         )  # fmt: skip
-        corpus = corpus or load_corpus(text, told.context)
+        corpus = corpus or load_corpus(text, settings.context)
         recipes = {name: get_recipe(name) for name in RECIPES}
-        losses = train(told, recipes, out / f"{rate:g}", partial(loaded, told, start))
+        losses = train(settings, recipes, out / f"{rate:g}", partial(loaded, settings, start))
         first = read_metrics(out / f"{rate:g}" / "fp32" / "seed-0" / "metrics.jsonl")
         before = next(row["loss"] for row in first if row["kind"] == "validation" and row["step"] == 0)
         rates[f"{rate:g}"] = {"before": before, "losses": losses, "shares": shares(before, losses)}
     assert corpus is not None
-    experiment = told.to_dict() | {"data": "READMEs of installed packages", "lr": list(RATES)}
+    experiment = settings.to_dict() | {"data": "READMEs of installed packages", "lr": list(RATES)}
     return {"machine": environment(), "experiment": experiment, "digest": corpus.digest, "rates": rates}
 
 
@@ -86,10 +86,14 @@ The table shows the share of fp32's improvement with the same seed, with 95% int
 
 def fine_tuning(data: dict[str, Any]) -> Iterator[str]:
     """The section, line by line."""
-    told, rates = data["experiment"], data["rates"]
+    settings, rates = data["experiment"], data["rates"]
     heads = " | ".join(f"at {rate}" for rate in rates)
     yield TEXT.format(
-        size=told["model"], steps=told["steps"], seeds=told["seeds"], rates=heads, lines=" --- |" * len(rates)
+        size=settings["model"],
+        steps=settings["steps"],
+        seeds=settings["seeds"],
+        rates=heads,
+        lines=" --- |" * len(rates),
     )
     for name in next(iter(rates.values()))["shares"]:
         if name != "fp32":
@@ -155,10 +159,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/which_bf16_finetune"))
-    asked = parser.parse_args()
-    data = measured(asked.out)
+    arguments = parser.parse_args()
+    data = measured(arguments.out)
     print("\n".join(fine_tuning(data)))
-    if asked.keep:
+    if arguments.keep:
         keep("which_bf16_finetune", data)
 
 

@@ -71,15 +71,15 @@ def rows(losses: dict[str, list[float | None]]) -> dict[str, dict[str, Any]]:
     finals = {name: {n: v for n, v in enumerate(values) if v is not None} for name, values in losses.items()}
     found = {}
     for name, values in losses.items():
-        size, apart = bytes_of(name), difference(finals[name], finals["fp32"], same=name == "fp32")
+        size, gap = bytes_of(name), difference(finals[name], finals["fp32"], same=name == "fp32")
         lost = len(values) - len(finals[name])
         found[name] = {
             "losses": values,
             "bytes": {"weights": size.weights, "grads": size.grads, "master": size.master, "states": size.states},
-            "status": "diverged" if lost else apart.status,
-            "gap": apart.gap,
-            "interval": None if apart.interval is None else asdict(apart.interval),
-            "seeds_to_decide": apart.seeds_to_decide,
+            "status": "diverged" if lost else gap.status,
+            "gap": gap.gap,
+            "interval": None if gap.interval is None else asdict(gap.interval),
+            "seeds_to_decide": gap.seeds_to_decide,
         }
     return found
 
@@ -88,12 +88,12 @@ class Training:
     """The model under a recipe, and its training step."""
 
     def __init__(self, name: str) -> None:
-        told = experiment()
-        task = get_task(told.task).open(told)
-        model = build_model(told.model, task.models(), seed=0)
+        settings = experiment()
+        task = get_task(settings.task).open(settings)
+        model = build_model(settings.model, task.models(), seed=0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.model, self.optimizer, self.scaler = halfstep.prepare(model, optimizer, recipe_of(name))
-        self.tokens = torch.randint(0, VOCABULARY, (told.batch, told.context))
+        self.tokens = torch.randint(0, VOCABULARY, (settings.batch, settings.context))
 
     def backward(self) -> None:
         logits = self.model(self.tokens)
@@ -123,20 +123,20 @@ def main() -> None:
     parser.add_argument("--times", action="store_true")
     parser.add_argument("--recipes", type=lambda text: text.split(","))
     parser.add_argument("--out", type=Path, default=Path("runs/which_optimizer"))
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     file = RESULTS / "which_optimizer.json"
     data: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"rows": {}, "times": {}}
-    if not asked.page:
-        names = ["fp32", *(name for name in asked.recipes or list_recipes() if name != "fp32")]
-        if asked.times:
+    if not arguments.page:
+        names = ["fp32", *(name for name in arguments.recipes or list_recipes() if name != "fp32")]
+        if arguments.times:
             data["times"] |= times(names)
         else:
-            told = experiment()
-            data["rows"] |= rows(train(told, {name: recipe_of(name) for name in names}, asked.out))
-            data |= {"machine": environment(), "experiment": told.to_dict()}
-        if asked.keep:
+            settings = experiment()
+            data["rows"] |= rows(train(settings, {name: recipe_of(name) for name in names}, arguments.out))
+            data |= {"machine": environment(), "experiment": settings.to_dict()}
+        if arguments.keep:
             keep("which_optimizer", data)
-    if asked.page or asked.keep:
+    if arguments.page or arguments.keep:
         (DOCS / "which_optimizer.md").write_text(page(data))
         plot(data, DOCS / "images" / "which_optimizer.png")
 

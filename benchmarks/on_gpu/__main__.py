@@ -49,12 +49,12 @@ def main() -> None:
     parser.add_argument("--lines", type=Path, required=True)
     parser.add_argument("--exhaustive", action="store_true")
     parser.add_argument("--dry", action="store_true")
-    asked = parser.parse_args()
-    ends = time.monotonic() + asked.seconds
-    device = torch.device("cpu" if asked.dry else "cuda")
-    sizes = TINY if asked.dry else FULL
-    bench = Bench(device, untimed if asked.dry else timer(), ends, sizes, asked.exhaustive)
-    if not run(asked.section, rows_of(asked.section), bench, Journal(asked.lines)):
+    arguments = parser.parse_args()
+    ends = time.monotonic() + arguments.seconds
+    device = torch.device("cpu" if arguments.dry else "cuda")
+    sizes = TINY if arguments.dry else FULL
+    bench = Bench(device, untimed if arguments.dry else timer(), ends, sizes, arguments.exhaustive)
+    if not run(arguments.section, rows_of(arguments.section), bench, Journal(arguments.lines)):
         raise SystemExit("the GPU did not answer after a row")
 
 

@@ -114,7 +114,7 @@ def run(section: str, rows: Section, bench: Bench, journal: Journal) -> bool:
         try:
             found = row.measure()
         except Exception as error:
-            found = {"failed": said(error)}
+            found = {"failed": error_line(error)}
         found["seconds"] = round(bench.now() - started, 2)
         journal.end(section, row.name, found)
         if bench.on_gpu and not _answers():
@@ -123,7 +123,7 @@ def run(section: str, rows: Section, bench: Bench, journal: Journal) -> bool:
     return True
 
 
-def said(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """An error as one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:600]
 
@@ -170,7 +170,7 @@ def race(bench: Bench, ours: Run, peers: Mapping[str, Callable[[], Run]], traffi
             run()
             runs[name] = run
         except Exception as error:
-            left_out[name] = said(error)
+            left_out[name] = error_line(error)
     if traffic:
         runs["copy"] = copying(bench)
     times: dict[str, list[float]] = {name: [] for name in runs}

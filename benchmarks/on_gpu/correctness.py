@@ -61,10 +61,10 @@ def kernels(bench: Bench) -> dict[str, Any]:
     up."""
     count = min(os.cpu_count() or 1, _PROCESSES) if bench.on_gpu else 1
     with tempfile.TemporaryDirectory() as folder:
-        told = [Path(folder) / str(number) for number in range(count)]
+        outputs = [Path(folder) / str(number) for number in range(count)]
         words = [sys.executable, "-m", "on_gpu.cases", bench.device.type]
         running = []
-        for number, file in enumerate(told):
+        for number, file in enumerate(outputs):
             with file.open("w") as out:
                 running.append(subprocess.Popen([*words, str(number), str(count)], stdout=out, cwd=ROOT))
         for process in running:
@@ -73,13 +73,13 @@ def kernels(bench: Bench) -> dict[str, Any]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        lines = [line for file in told for line in file.read_text().splitlines() if line.endswith("}")]
+        lines = [line for file in outputs for line in file.read_text().splitlines() if line.endswith("}")]
     found = [json.loads(line) for line in lines]
     wrong = [each for each in found if each["difference"] is not None]
-    asked = [f"{test.kernel} {test.format}" for test in TESTS]
-    unheard = sorted(set(asked) - {f"{each['kernel']} {each['format']}" for each in found})
+    tests = [f"{test.kernel} {test.format}" for test in TESTS]
+    unheard = sorted(set(tests) - {f"{each['kernel']} {each['format']}" for each in found})
     compared = sum(each["compared"] for each in found)
-    result = f"{len(found) - len(wrong)} of {len(asked)} tests equal the reference ({compared:,} results)"
+    result = f"{len(found) - len(wrong)} of {len(tests)} tests equal the reference ({compared:,} results)"
     if unheard:
         result += f"; {len(unheard)} did not end: {', '.join(unheard[:5])}"
     told_wrong = "".join(f"; {each['kernel']}, {each['format']}: {each['difference']}" for each in wrong)
@@ -133,9 +133,10 @@ def exhaustive(bench: Bench, name: str, rounding: str) -> dict[str, Any]:
             bits = int(x[wrong][0].view(torch.int32)) & 0xFFFFFFFF
             result = f"; {different} differ in one chunk, the first at 0x{bits:08x}"
             break
-    told = f"{compared:,} of {sizes.patterns:,} patterns compared, {different} differ{result}"
+    summary = f"{compared:,} of {sizes.patterns:,} patterns compared, {different} differ{result}"
     return {
-        "result": told + (f"; {converted:,} by cvt ({instruction}) and by integers" if instruction is not None else "")
+        "result": summary
+        + (f"; {converted:,} by cvt ({instruction}) and by integers" if instruction is not None else "")
     }
 
 
@@ -159,7 +160,7 @@ def _tests(bench: Bench) -> dict[str, Any]:
     words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "--tb=short"]
     words += ["-k", "not every_kernel"]
     words += ["-n", str(_PROCESSES // 2), "--dist", "worksteal"] if find_spec("xdist") else []
-    return _told([*words, str(ROOT / "tests" / "gpu")], bench)
+    return _executed([*words, str(ROOT / "tests" / "gpu")], bench)
 
 
 def _sanitized(bench: Bench, check: str) -> dict[str, Any]:
@@ -168,22 +169,22 @@ def _sanitized(bench: Bench, check: str) -> dict[str, Any]:
     if shutil.which("compute-sanitizer") is None:
         return {"failed": "compute-sanitizer is not here"}
     words = ["compute-sanitizer", "--tool", check, "--error-exitcode", "9"]
-    return _told(
+    return _executed(
         [*words, sys.executable, "-m", "on_gpu.cases", "cuda", "0", "1"], bench, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
     )
 
 
-def _told(words: list[str], bench: Bench, **variables: str) -> dict[str, Any]:
+def _executed(words: list[str], bench: Bench, **variables: str) -> dict[str, Any]:
     """The exit code of a command and its last lines, limited to the time that is left."""
     if not bench.on_gpu:
         return {"result": "not in a dry run"}
     limit = max(bench.left, 1.0)
     try:
-        told = subprocess.run(
+        completed = subprocess.run(
             words, capture_output=True, text=True, timeout=limit, cwd=ROOT, env={**os.environ, **variables}
         )
     except subprocess.TimeoutExpired as stopped:
-        said = stopped.stdout.decode(errors="replace") if stopped.stdout else ""
-        return {"failed": f"stopped after {limit:.0f} s: time was up", "output": said[-2000:]}
-    lines = (told.stdout + told.stderr).strip().splitlines()
-    return {"result": f"exit code {told.returncode}: {''.join(lines[-1:])[:300]}", "output": lines[-30:]}
+        output = stopped.stdout.decode(errors="replace") if stopped.stdout else ""
+        return {"failed": f"stopped after {limit:.0f} s: time was up", "output": output[-2000:]}
+    lines = (completed.stdout + completed.stderr).strip().splitlines()
+    return {"result": f"exit code {completed.returncode}: {''.join(lines[-1:])[:300]}", "output": lines[-30:]}

@@ -56,17 +56,19 @@ def _version(name: str) -> str | None:
 def _commit() -> str:
     folder = halfstep.__path__[0]
     try:
-        told = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+        completed = subprocess.run(
+            ["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10
+        )
     except OSError:
         return "git is not here"
-    return told.stdout.strip() or "not a clone"
+    return completed.stdout.strip() or "not a clone"
 
 
 def _smi() -> str:
     if shutil.which("nvidia-smi") is None:
         return "not here"
-    asked = ["nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv,noheader"]
-    return subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout.strip()
+    command = ["nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
 
 
 def _copy(bench: Bench) -> dict[str, Any]:

@@ -44,12 +44,12 @@ def scaled(a: Tensor, b: Tensor, fast: bool, by_rows: bool) -> Tensor:
 def probe(device: torch.device, product: Product, depth: int) -> dict[str, Any]:
     """The precision of one kind of GEMM's accumulation."""
 
-    def there(lhs: Tensor, rhs: Tensor) -> Tensor:
+    def on_device(lhs: Tensor, rhs: Tensor) -> Tensor:
         return product(lhs.to(device), rhs.to(device)).cpu()
 
-    bits, found = probes.fraction_bits(there), probes.swamping(there, depth)
-    moved = probes.order(there)
+    bits, found = probes.fraction_bits(on_device), probes.swamping(on_device, depth)
+    moved = probes.order(on_device)
     measures = {"fraction bits": bits, "products that a large one swamps": found.lost}
-    told = ", ".join(f"{size}: {count}" for size, count in moved.items())
+    counts = ", ".join(f"{size}: {count}" for size, count in moved.items())
     words = f"{bits} fraction bits; of {found.terms} small products {found.lost} are lost; results of 256 that change "
-    return {"measures": measures, "result": f"{words}with the order of groups of {told}", "order": told}
+    return {"measures": measures, "result": f"{words}with the order of groups of {counts}", "order": counts}

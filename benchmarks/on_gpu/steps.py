@@ -202,5 +202,7 @@ def _waits(optimizer: torch.optim.Optimizer) -> list[str]:
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    told = [str(warning.message) for warning in seen]
-    return [words for words in told if "synchroniz" in words and "prototype feature" not in words]  # said at first use
+    messages = [str(warning.message) for warning in seen]
+    return [
+        words for words in messages if "synchroniz" in words and "prototype feature" not in words
+    ]  # said at first use

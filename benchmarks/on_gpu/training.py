@@ -44,7 +44,7 @@ def rows(bench: Bench) -> Iterator[Row]:
             for each in GRAPHED:
                 yield Row(f"graphed: {each}", lambda r=each: _graphed(bench.within(0.2), model, r, corpus))  # type: ignore[misc]
     for recipe in RECIPES:
-        yield Row(f"twin: {recipe}", lambda r=recipe: twin.beside(bench, r, kept))  # type: ignore[misc]
+        yield Row(f"twin: {recipe}", lambda r=recipe: twin.compared_with_cpu(bench, r, kept))  # type: ignore[misc]
 
 
 def _graphed(bench: Bench, model: Model, recipe: str, corpus: Corpus) -> dict[str, Any]:
@@ -96,9 +96,13 @@ def steps(
     }
     if bench.on_gpu:
         measures["peak bytes"] = torch.cuda.max_memory_allocated(bench.device)
-    told = torch.stack(losses).tolist()
+    values = torch.stack(losses).tolist()
     available, why = halfstep.is_native_available(recipe, str(bench.device), return_reason=True)
-    return {"measures": measures | {"last loss": told[-1]}, "losses": told, "fp8 units": "yes" if available else why}
+    return {
+        "measures": measures | {"last loss": values[-1]},
+        "losses": values,
+        "fp8 units": "yes" if available else why,
+    }
 
 
 def largest(bench: Bench, model: Model, recipe: str, corpus: Corpus) -> dict[str, int]:

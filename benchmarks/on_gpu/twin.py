@@ -35,20 +35,20 @@ def losses(recipe: str, device: torch.device, steps: int = STEPS) -> list[float]
     return torch.stack([step() for _ in range(steps)]).tolist()  # type: ignore[no-any-return]
 
 
-def asked() -> dict[str, Any]:
+def settings() -> dict[str, Any]:
     """What both runs must have in common: the model, the learning rate and the text."""
     return {**asdict(TWIN), "learning rate": RATE, "text": text().digest}
 
 
 def kept() -> dict[str, Any]:
     """The stored results of the CPU's run; without a file, no results."""
-    return json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {"asked": asked(), "recipes": {}}
+    return json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {"asked": settings(), "recipes": {}}
 
 
-def beside(bench: Bench, recipe: str, cpu: dict[str, Any]) -> dict[str, Any]:
+def compared_with_cpu(bench: Bench, recipe: str, cpu: dict[str, Any]) -> dict[str, Any]:
     """The losses on this device compared with the CPU's stored ones."""
     theirs, again = cpu["recipes"].get(recipe), f"`python benchmarks/gpu.py --twin-cpu` writes {KEPT.name}"
-    if cpu["asked"] != asked():
+    if cpu["asked"] != settings():
         return {"failed": f"{KEPT.name} is of another text or model; {again} anew"}
     if theirs is None:
         return {"failed": f"no losses of a CPU are kept; {again}"}
@@ -62,12 +62,12 @@ def beside(bench: Bench, recipe: str, cpu: dict[str, Any]) -> dict[str, Any]:
 def keep(recipes: tuple[str, ...], machine: dict[str, Any]) -> None:
     """Train the twin on this CPU under each recipe that the file lacks, and store its losses."""
     found = kept()
-    done: dict[str, Any] = found["recipes"] if found["asked"] == asked() else {}
+    done: dict[str, Any] = found["recipes"] if found["asked"] == settings() else {}
     for recipe in recipes:
         if recipe not in done:
             done[recipe] = losses(recipe, torch.device("cpu"))
             print(f"{recipe}: last loss {done[recipe][-1]:.4f}", flush=True)
-            data = {"machine": machine, "asked": asked(), "recipes": done}
+            data = {"machine": machine, "asked": settings(), "recipes": done}
             KEPT.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 

@@ -112,14 +112,14 @@ def test_text_on_both_betas_follows_the_gaps(load):
 
 
 def test_gaps_to_fp32_respect_the_direction_of_the_metric(load):
-    apart = load("finetune").apart
+    differences = load("finetune").differences_to_fp32
     losses = {"fp32": [2.0, 2.1, 2.2], "worse": [2.1, 2.2, 2.3], "lost": [2.0, None, 2.0]}
-    found = apart(losses)
+    found = differences(losses)
     assert set(found) == {"worse", "lost"}
     assert found["lost"] == {"status": "diverged"}
     assert found["worse"]["status"] == "degrades"
     assert found["worse"]["gap"] == pytest.approx(0.1 / 2.1)
-    assert apart(losses, higher_is_better=True)["worse"]["gap"] == pytest.approx(-0.1 / 2.1)
+    assert differences(losses, higher_is_better=True)["worse"]["gap"] == pytest.approx(-0.1 / 2.1)
 
 
 @pytest.mark.slow

@@ -151,4 +151,4 @@ def test_removing_an_absent_part_raises(cases):
 
 def test_unknown_case_names_the_nearest(fp4):
     with pytest.raises(SystemExit, match="nvfp4-plain"):
-        fp4.asked_for("nvfp4-plane")
+        fp4.cases_named("nvfp4-plane")
