@@ -1,9 +1,9 @@
 """DiLoCo with outer gradients in few bits: torchrun --nproc-per-node 2 examples/diloco.py --send mxfp4
 
-Each rank trains a copy of a small GPT by itself for ten steps, under a recipe. Then what each has moved by is sent, as
-a gradient, in few bits, and an optimizer with Nesterov's momentum takes the step that all ranks go on from (Douillard
-et al. 2023, arXiv 2311.08105). `--send all --seeds 3` compares the ways with data parallelism, whose gradients cross in
-float32 in each step.
+Each rank trains its own copy of a small GPT for ten steps under a recipe. Then the change of its weights is sent in few
+bits, as a gradient, and an optimizer with Nesterov momentum computes the weights from which all ranks continue
+(Douillard et al. 2023, arXiv 2311.08105). `--send all --seeds 3` compares the formats with data parallelism, which
+exchanges gradients in float32 in each step.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from halfstep.recipe import FP4, Communication, get_storage
 
 
 def blocks(format: str, rule: str, size: int) -> Communication:
-    """Numbers of that format, with a scale for so many elements, whose errors are added to the next round's."""
+    """Gradients in a format with a scale per `size` elements; below 8 bits, errors are added to the next round's."""
     quantizer = Quantizer(formats.get(format), scales=Scales(Tile(1, size), get_scaling(rule)))
     return Communication(gradients=get_storage(quantizer, flat=True), error_feedback=formats.get(format).bits < 8)
 
@@ -38,10 +38,10 @@ CONTEXT, BATCH, INNER = 64, 8, 10
 
 
 def train(send: str, seed: int, corpus: Corpus, rounds: int = 15, recipe: str = "bf16-mixed") -> tuple[float, float]:
-    """The held-out loss at the end, and the bytes a parameter that this rank has sent in all.
+    """The final held-out loss, and the total number of bytes per parameter that this rank has sent.
 
     Args:
-        send: how outer gradients cross; "every step" is data parallelism instead.
+        send: the format of outer gradients; "every step" is data parallelism instead.
     """
     torch.manual_seed(seed)
     outer, alone = GPT(VOCABULARY, CONTEXT, 2, 64, 4), send != "every step"
@@ -74,7 +74,7 @@ def train(send: str, seed: int, corpus: Corpus, rounds: int = 15, recipe: str = 
 
 
 def loss_of(model: torch.nn.Module, corpus: Corpus, split: str, stream: torch.Generator) -> torch.Tensor:
-    """Cross-entropy of the next byte, in a batch of windows."""
+    """The cross-entropy of the next byte, over a batch of windows."""
     length = len(corpus.train if split == "train" else corpus.held_out) - CONTEXT - 1
     window = corpus.windows(split, torch.randint(0, length, (BATCH,), generator=stream), CONTEXT + 1)
     return F.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())

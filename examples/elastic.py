@@ -1,7 +1,7 @@
-"""A run that goes on after a rank was killed: torchrun --nproc-per-node 2 --max-restarts 5 examples/elastic.py RUN
+"""A run that continues after a rank was killed: torchrun --nproc-per-node 2 --max-restarts 5 examples/elastic.py RUN
 
-torchrun starts all ranks again, and they go on from the last checkpoint in the folder RUN, bit for bit: what a step
-takes in depends on its number and the rank alone, and all that a recipe keeps is in three state dicts.
+torchrun restarts all ranks, and they resume bit for bit from the last checkpoint in the folder RUN: the data of a step
+depends only on its number and the rank, and the state of a recipe is in three state dicts.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from halfstep.recipe import FP8
 
 
 def start() -> None:
-    """Form the group of this attempt. torchrun hands it the store of the one before, with the addresses of ranks that
-    are gone, which gloo would try to reach; a prefix hides them."""
+    """Form the process group of this attempt. torchrun passes the store of the previous attempt, with addresses of
+    ranks that no longer exist, to which gloo would try to connect; a prefix hides them."""
     store, rank, world = next(dist.rendezvous("env://"))
     attempt = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     dist.init_process_group("gloo", store=attempt, rank=rank, world_size=world)
@@ -33,7 +33,7 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def save(file: Path, step: int, parts: list) -> None:
-    """Write a checkpoint whole or not at all: the old one is there until the new one is."""
+    """Write a checkpoint atomically: the old one stays until the new one is complete."""
     if dist.get_rank() == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.save([step, *(part.state_dict() for part in parts)], file.with_suffix(".new"))
@@ -42,7 +42,7 @@ def save(file: Path, step: int, parts: list) -> None:
 
 
 def load(file: Path, parts: list) -> int:
-    """Load it, if there is one; how many steps were made."""
+    """Load the checkpoint, if there is one, and return the number of steps done."""
     if not file.exists():
         return 0
     step, *states = torch.load(file)
@@ -54,12 +54,12 @@ def load(file: Path, parts: list) -> int:
 def train(
     folder: Path, recipe: str, steps: int = 20, every: int = 4, rows: Callable[[int, int], Tensor] = batch
 ) -> float:
-    """Train from the last checkpoint on; the last loss of this rank."""
+    """Train from the last checkpoint on, and return the last loss of this rank."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
     model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), recipe)
     ddp = DistributedDataParallel(model)
-    halfstep.distributed.compress(ddp, FP8, scaler=scaler)  # which sums in rank order, whatever lies in a bucket
+    halfstep.distributed.compress(ddp, FP8, scaler=scaler)  # sums in rank order, whatever the buckets
     parts, file, loss = [model, optimizer, scaler], folder / "checkpoint.pt", torch.zeros(())
     for step in range(load(file, parts), steps):
         x = rows(step, dist.get_rank())

@@ -1,4 +1,4 @@
-"""Checkpoints of known origin, from small GPTs trained in different ways: what `halfstep inspect` must tell apart."""
+"""Checkpoints of known origin, from small GPTs trained in different ways, which `halfstep inspect` must distinguish."""
 
 import argparse
 from dataclasses import replace
@@ -31,7 +31,7 @@ def train(recipe: str, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]
 
 
 def cast(state: dict[str, Tensor], *dtypes: torch.dtype, keep: str = "-") -> dict[str, Tensor]:
-    """A state dict cast to one type after the other, but for names that contain `keep`."""
+    """A state dict cast to one dtype after another, except tensors whose names contain `keep`."""
     return {name: tensor if keep in name else reduce(Tensor.to, dtypes, tensor) for name, tensor in state.items()}
 
 
@@ -40,7 +40,7 @@ def main(folder: str | Path, steps: int = 20) -> list[Path]:
     recipes = ("fp32", "fp16-master", "bf16-master", "bf16-nomaster", "fp8lm-o2")
     (full, _), (half, _), (master, states), (alone, _), (scaled, _) = (train(recipe, steps) for recipe in recipes)
     matrices = {name: tensor for name, tensor in full.items() if tensor.dim() == 2}
-    blocks = halfstep.get_quantizer("fp8_128x128")  # as DeepSeek-V3 is published: one float32 scale a block
+    blocks = halfstep.get_quantizer("fp8_128x128")  # as DeepSeek-V3 is published: one float32 scale per block
     whole = replace(blocks, scales=replace(blocks.scales, tile=halfstep.quant.Tile(0, 0)))
     checkpoints = {"fp32": full, "fp16": half, "bf16": alone, "fp8lm_o2": scaled}
     checkpoints |= {

@@ -9,7 +9,7 @@ import halfstep
 
 
 def main() -> dict[str, float]:
-    """Print where each recipe ends; exact arithmetic ends at 0."""
+    """Print the final weight under each recipe; the exact result is 0."""
     ends = {}
     for recipe in ("fp32", "bf16-master", "bf16-stochastic", "bf16-nomaster", "fp16-pure"):
         model = nn.Linear(64, 64, bias=False)

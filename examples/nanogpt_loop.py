@@ -1,4 +1,4 @@
-"""The loop of nanoGPT's train.py under a recipe: `prepare` is added, its autocast is gone, the rest is as it was."""
+"""The loop of nanoGPT's train.py under a recipe: `prepare` is added, autocast is removed, the rest is unchanged."""
 
 import argparse
 import math
@@ -11,7 +11,7 @@ import halfstep
 
 
 class Tiny(nn.Module):
-    """Its model's interface on a small scale: tied embeddings, groups with and without decay, logits and loss."""
+    """A small model with nanoGPT's interface: tied embeddings, groups with and without decay, logits and loss."""
 
     def __init__(self, vocabulary: int = 16, width: int = 32) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Tiny(nn.Module):
 
 
 def main(recipe: str = "bf16-master", max_iters: int = 60, gradient_accumulation_steps: int = 2) -> float:
-    """Learn to count by ones and twos; returns the last loss."""
+    """Train on counting by ones and twos, and return the last loss."""
     torch.manual_seed(1337)
     model: nn.Module = Tiny()
     decay = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1}]

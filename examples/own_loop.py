@@ -36,5 +36,5 @@ if __name__ == "__main__":
     for name in halfstep.list_recipes():
         try:
             main(name)
-        except halfstep.HalfstepError as error:  # fp16-pure breaks, and says why
+        except halfstep.HalfstepError as error:  # fp16-pure fails, with the reason
             print(f"{name}: {error}")

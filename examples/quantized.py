@@ -1,4 +1,4 @@
-"""Train under FP8, keep a byte a weight, save, load, and compute the same."""
+"""Train under FP8, store one byte per weight, save, load, and compute the same results."""
 
 import argparse
 import copy
@@ -19,7 +19,7 @@ def build() -> nn.Module:
 
 
 def main(recipe: str = "fp8-delayed", steps: int = 100) -> tuple[float, float]:
-    """Returns the loss after training and the loss of the model that was quantised, saved and loaded."""
+    """Returns the loss after training and the loss of the model that was quantized, saved and loaded."""
     torch.manual_seed(0)
     model = build()
     x = torch.linspace(-2, 2, 256)[:, None]

@@ -1,8 +1,8 @@
 """Train on several ranks with gradients sent in FP8: torchrun --nproc-per-node 2 examples/ranks.py ddp
 
-With `own` nothing is wrapped and one call stands before each step: for recipes whose gradients have another dtype than
-their weights (`--recipe bf16-megatron`). With `fsdp` weights are sharded, and gathered as the codes that products round
-them to where the recipe allows it (`--recipe fp8-block`).
+With `own` the model is not wrapped, and one call reduces the gradients before each step: for recipes whose gradients
+have another dtype than their weights (`--recipe bf16-megatron`). With `fsdp` weights are sharded, and gathered as the
+codes to which products round them, where the recipe allows it (`--recipe fp8-block`).
 """
 
 import argparse
@@ -22,7 +22,7 @@ from halfstep.recipe import FP8, OPERANDS
 
 
 def main(how: str = "ddp", recipe: str = "bf16-mixed", steps: int = 20) -> list[float]:
-    """The loss of each step, which is the mean over all ranks."""
+    """The loss of each step, averaged over all ranks."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
@@ -47,7 +47,7 @@ def main(how: str = "ddp", recipe: str = "bf16-mixed", steps: int = 20) -> list[
     for step in range(steps):
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank()))
         loss = F.mse_loss(called(x), x.roll(1, 1))
-        if how == "tp":  # whose gradients are sums over the tokens of all ranks
+        if how == "tp":  # its gradients are sums over the tokens of all ranks
             loss = loss / dist.get_world_size()
         scaler.scale(loss).backward()
         if how == "own":

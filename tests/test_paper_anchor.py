@@ -85,7 +85,7 @@ def test_resets_and_anchors_are_equal_only_where_expected(anchor):
     torch.manual_seed(0)
     model = anchor["Reader"]()
     for seed in range(3):
-        found = anchor["equal"](model, seed)
+        found = anchor["anchor_differences"](model, seed)
         assert max(found["mask"], found["documents by themselves"]) < 1e-12
         assert found["no anchor"] > 0.01
     tokens, doc, *_ = anchor["windows"](2, 128, 0, 4, shared=False)

@@ -1,11 +1,11 @@
 """Rotary positions in bf16, and AnchorAttention for packed documents (Wang et al. 2024, arXiv 2411.13476).
 
 Rotated queries and keys that are rounded to bf16 before their product no longer depend on relative positions alone. The
-paper measures that by column of the attention weights, and trains on packed documents that attend to themselves and to
-one shared first token, the anchor. Trains a small reader (each token is a key and a value; the answer is the value that
-its key had last in the document, or "none") on packed documents under full attention, attention within documents
-(positions that run on, or are reset), and an anchor, in fp32 and bf16-mixed; then tests it on whole windows by
-distance, moves trained and untrained models by 16 positions, and times attention.
+paper measures this by column of the attention weights, and trains on packed documents that attend to themselves and to
+one shared first token, the anchor. This script trains a small reader (each token is a key and a value; the answer is
+the value that its key had last in the document, or "none") on packed documents under full attention, attention within
+documents (with continuous or reset positions), and an anchor, in fp32 and bf16-mixed. It tests the reader on unpacked
+windows by distance, shifts trained and untrained models by 16 positions, and times attention.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from reader import KEYS, VALUES, Reader
-from study import Kept, difference, options, said, table, text, update
+from study import Kept, difference, options, signed, table, text, update
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -31,7 +31,7 @@ import halfstep
 
 WINDOW, SHIFT = 128, 16
 SIZES = 300, 128, (32, 64, 128, 256, 512), (512, 2048, 8192)
-"""Steps, windows to test on, lengths to shift, lengths to time."""
+"""Training steps, test windows, lengths that are shifted, lengths that are timed."""
 WAYS = ("full", "documents", "reset", "anchor")
 FORMATS = ("bfloat16", "float16", "float32", "float64")
 NARROW = {"fp32": torch.float32, "bf16-mixed": torch.bfloat16}
@@ -39,8 +39,8 @@ DISTANCES = {"1 to 7": (1, 8), "8 to 31": (8, 32), "far": (32, WINDOW + 1), "new
 
 
 def windows(batch: int, length: int, seed: Any, documents: int = 1, shared: bool = True) -> tuple[Tensor, ...]:
-    """Tokens, the numbers of their documents, answers, and how far back a key was seen (0: it was not). The windows'
-    first token is shared (document 0), or each document begins with one. Keys have weights 1, 1/2, 1/3 ..."""
+    """Tokens, the numbers of their documents, answers, and the distance to the key's last occurrence (0: none). The
+    windows' first token is shared (document 0), or each document begins with one. Keys have weights 1, 1/2, 1/3 ..."""
     generator = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
     keys = torch.multinomial(1 / torch.arange(1.0, KEYS + 1), batch * length, True, generator=generator)
     values = torch.randint(VALUES, (batch * length,), generator=generator)
@@ -60,7 +60,7 @@ def windows(batch: int, length: int, seed: Any, documents: int = 1, shared: bool
 
 
 def layout(doc: Tensor, way: str) -> tuple[Tensor, Tensor]:
-    """Position ids (batch, length), and which key each query sees (batch, 1, length, length)."""
+    """Position ids (batch, length), and the mask of the keys that each query sees (batch, 1, length, length)."""
     at = torch.arange(doc.shape[1])
     same, causal = doc[:, :, None] == doc[:, None], at[:, None] >= at
     positions = at.expand_as(doc)
@@ -71,11 +71,11 @@ def layout(doc: Tensor, way: str) -> tuple[Tensor, Tensor]:
 
 
 def study(way: str, recipe: str, seed: int, steps: int, count: int, lengths: tuple[int, ...]) -> dict[str, float]:
-    """Train a reader on windows of four documents: its right answers in windows of one, and what a shift changes."""
+    """Train a reader on windows of four documents: its accuracy in windows of one document, and a shift's effect."""
     torch.manual_seed(seed)
     model: Any = Reader()
     if way == "untrained":
-        return moved(model, lengths)
+        return shift_effects(model, lengths)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
     model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps, pct_start=0.15)
@@ -90,16 +90,16 @@ def study(way: str, recipe: str, seed: int, steps: int, count: int, lengths: tup
         right = model(tokens, *layout(doc, "full"), NARROW[recipe]).argmax(-1) == answers
     found = {name: float(right[(far >= a) & (far < b)].double().mean()) for name, (a, b) in DISTANCES.items()}
     halfstep.revert(model)
-    return found | moved(model, lengths)
+    return found | shift_effects(model, lengths)
 
 
 @torch.no_grad()
-def moved(model: Reader, lengths: tuple[int, ...]) -> dict[str, float]:
-    """What 16 positions change in windows of one document, everything but attention's operands in float64.
+def shift_effects(model: Reader, lengths: tuple[int, ...]) -> dict[str, float]:
+    """The effect of a shift by 16 positions in windows of one document; all but attention's operands is in float64.
 
     `sink`: the share of attention that the first token gets. `D`: the sum over columns of |the change of their weights|
-    / queries that see them (the paper's equation 4); `share`, the first column's of it in bf16. `logits`: the mean
-    change of the first column's, by length (equation 5).
+    / the queries that see them (the paper's equation 4). `share`: the first column's share of `D` in bf16. `logits`:
+    the mean change of the first column's logits, by length (equation 5).
     """
     model = model.double()
 
@@ -126,9 +126,9 @@ def moved(model: Reader, lengths: tuple[int, ...]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def equal(model: Reader, seed: int = 0) -> dict[str, float]:
-    """In float64, how far packed documents under the anchor's mask by FlexAttention are from the same mask as a tensor,
-    from each document by itself behind a first token at position 0, and from attention that lacks the anchor."""
+def anchor_differences(model: Reader, seed: int = 0) -> dict[str, float]:
+    """In float64, the distance of packed documents under the anchor's mask by FlexAttention from the same mask as a
+    tensor, from each document alone after a first token at position 0, and from attention without the anchor."""
     model, wide = model.double(), torch.float64
     tokens, doc, *_ = windows(2, WINDOW, seed, 4)
 
@@ -136,7 +136,7 @@ def equal(model: Reader, seed: int = 0) -> dict[str, float]:
         return ((doc[batch, query] == doc[batch, key]) | (doc[batch, key] == 0)) & (query >= key)
 
     positions, mask = layout(doc, "anchor")
-    with warnings.catch_warnings(action="ignore"):  # not compiled, it forms all weights
+    with warnings.catch_warnings(action="ignore"):  # it is not compiled, so it computes all weights
         flex = model(tokens, positions, create_block_mask(sees, 2, None, *doc.shape[1:] * 2, device="cpu"), wide)
     alone = torch.zeros_like(flex)
     for row, number in [(row, int(n)) for row, each in enumerate(doc) for n in each.unique()]:
@@ -150,8 +150,8 @@ def equal(model: Reader, seed: int = 0) -> dict[str, float]:
 
 
 def time_ratio(length: int, documents: int, rounds: int) -> float:
-    """CPU time of attention, forward and backward, of equal documents each behind the anchor, against full attention's:
-    the median of ratios that take turns; one head of 64, float32."""
+    """CPU time of attention, forward and backward, of equal documents each after the anchor, relative to full
+    attention: the median of interleaved ratios; one head of 64, float32."""
     q, k, v = (torch.randn(1, 1, length + 1, 64, requires_grad=True) for _ in range(3))
     attend, ratios = partial(F.scaled_dot_product_attention, is_causal=True), []
     for _ in range(rounds):
@@ -169,7 +169,7 @@ def time_ratio(length: int, documents: int, rounds: int) -> float:
 
 
 def main() -> None:
-    """Train, measure, print and keep."""
+    """Train, measure, print and save."""
     given = options(__doc__ or "", "runs/anchor.json", seeds=4)
     torch.set_num_threads(1)
     steps, count, lengths, spans = (1, 2, (16, 32), (512,)) if given.quick else SIZES
@@ -181,7 +181,7 @@ def main() -> None:
             make = partial(study, way, recipe, seed, steps, count, lengths)
             runs.append(kept.run(f"{way}, {recipe}, seed {seed}", make))
     torch.manual_seed(0)
-    same = kept.run("anchor by FlexAttention, float64", lambda: equal(Reader()))
+    same = kept.run("anchor by FlexAttention, float64", lambda: anchor_differences(Reader()))
     times = kept.run("time / full attention's", lambda: {str(n): time_ratio(n, 8, 15) for n in spans})
     print(f"\nlargest difference of the anchor by FlexAttention from: {same}")
     print(f"CPU time of attention over 8 documents against full attention's, by length: {times}")
@@ -201,13 +201,13 @@ def main() -> None:
     columns = ("sink", "share", "growth", *(f"D, {name}" for name in FORMATS[:3]))
     table(("attention", "recipe", *columns), [(*k, *(text(each[c]) for c in columns)) for k, each in values.items()])
     for name, gain in gains.items():
-        print(f"  {name}: {gain.low:+.3f} to {gain.high:+.3f}: {said(gain, 'less', 'more')}")
+        print(f"  {name}: {gain.low:+.3f} to {gain.high:+.3f}: {signed(gain, 'less', 'more')}")
     kept.write(gains={name: asdict(gain) for name, gain in gains.items()})
     picture(values, lengths, given.out.with_suffix(".png"))
 
 
 def picture(values: dict[tuple[str, str], dict[str, list[float]]], lengths: tuple[int, ...], path: Path) -> None:
-    """Right answers by distance, and the first column's logits by length, under bf16-mixed."""
+    """Accuracy by distance, and the change of the first column's logits by length, under bf16-mixed."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
     names = list(DISTANCES)[:3]
     for way in WAYS:

@@ -1,11 +1,11 @@
 """Balancing a mixture of experts over the global batch (Qiu et al. 2025, arXiv 2501.11873).
 
-A balance loss makes experts equally loaded: within each micro-batch, which is often of one domain, or within the
-global batch. Trains a byte model of eight experts, two a token, on micro-batches of one domain each: Python, C++
-headers, Markdown and font metrics. The counts that the loss weighs probabilities with are those of the micro-batch,
-those collected in a buffer since the step began, or those of all micro-batches on two ranks (gloo). Measured on
-held-out text: the loss, the load, and the mutual information of expert and domain, in bits. Controls: no balance loss,
-and micro-batches in which domains are mixed.
+A balance loss makes the loads of experts equal: within each micro-batch, which is often of one domain, or within the
+global batch. This script trains a byte model with eight experts, two per token, on micro-batches of one domain each:
+Python, C++ headers, Markdown and font metrics. The counts by which the loss weights probabilities are those of the
+micro-batch, those accumulated in a buffer since the step began, or those of all micro-batches on two ranks (gloo). It
+measures the held-out loss, the load, and the mutual information of expert and domain, in bits. Controls: no balance
+loss, and micro-batches of mixed domains.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from study import Kept, difference, domains, held_out, options, said, table, text, windows
+from study import Kept, difference, domains, held_out, options, signed, table, text, windows
 from torch import Tensor
 
 import halfstep
@@ -37,7 +37,7 @@ RANKS = 2
 
 
 def over_ranks(counts: Tensor) -> Tensor:
-    """The counts of all micro-batches of all ranks, the same for each: (groups, experts)."""
+    """The counts of all micro-batches of all ranks, the same on each rank: (groups, experts)."""
     total = counts.sum(0)
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -45,7 +45,7 @@ def over_ranks(counts: Tensor) -> Tensor:
 
 
 WAYS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "none": torch.ones_like,  # with a weight of zero
+    "none": torch.ones_like,  # with weight zero
     "micro-batch": lambda counts: counts,
     "micro-batch, mixed": lambda counts: counts,
     "buffered": lambda counts: counts.cumsum(0),
@@ -54,7 +54,7 @@ WAYS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def trained(way: str, seed: int, steps: int, corpora: Mapping[str, Corpus]) -> MoE:
-    """A model after training. A step takes four windows of each domain: a micro-batch a domain, shared by the ranks."""
+    """The trained model. A step takes four windows of each domain: one micro-batch each, divided among ranks."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(seed)
     model: Any = MoE(VOCABULARY, CONTEXT, 2, 64, 4, experts=EXPERTS, slots=SLOTS)
@@ -88,14 +88,14 @@ def trained(way: str, seed: int, steps: int, corpora: Mapping[str, Corpus]) -> M
 
 @torch.no_grad()
 def measured(model: MoE, corpora: Mapping[str, Corpus], count: int) -> dict[str, Any]:
-    """Held-out loss in nats a byte, loads in the equal share's, bits, and the shares of experts in each domain."""
+    """Held-out loss in nats per byte, loads relative to the equal share, bits, and the shares of experts by domain."""
     losses, counts = [], []
     for corpus in corpora.values():
         text = held_out(corpus, count, CONTEXT + 1)
         output = model(text[:, :-1])
         losses.append(float(F.cross_entropy(output.logits.flatten(0, 1), text[:, 1:].flatten())))
         counts.append(counted(output.routing[0])[0].double())
-    shares = torch.stack(counts) / counts[0].sum()  # of each domain
+    shares = torch.stack(counts) / counts[0].sum()  # by domain
     return {
         "loss": sum(losses) / len(losses),
         "bits": information(shares),
@@ -106,7 +106,7 @@ def measured(model: MoE, corpora: Mapping[str, Corpus], count: int) -> dict[str,
 
 
 def information(shares: Tensor) -> float:
-    """What the expert of a token tells of its domain, in bits, from p(expert | domain), for equally likely domains."""
+    """The mutual information of expert and domain in bits, from p(expert | domain), for equally likely domains."""
     ratio = torch.where(shares > 0, shares / shares.mean(0), 1.0)
     return float((shares * ratio.log2()).sum(1).mean())
 
@@ -129,7 +129,7 @@ def _on_rank(rank: int, folder: str, seeds: list[int], steps: int, count: int) -
 
 
 def on_ranks(seeds: list[int], steps: int, count: int) -> list[dict[str, Any]]:
-    """Runs in two processes, each of which has half of the domains."""
+    """The runs in two processes, each with half of the domains."""
     if not seeds:
         return []
     with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +138,7 @@ def on_ranks(seeds: list[int], steps: int, count: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Train, measure, print and keep."""
+    """Train, measure, print and save."""
     given = options(__doc__ or "", "runs/balance.json", seeds=3)
     torch.set_num_threads(1)
     steps, count = (1, 1) if given.quick else (300, 64)
@@ -165,16 +165,16 @@ def main() -> None:
         against[way] = {key: asdict(interval) for key, interval in each.items()}
         loss, bits = each["loss"], each["bits"]
         print(
-            f"{way}, against micro-batch: loss {loss.low:+.4f} to {loss.high:+.4f} ({said(loss, 'better', 'worse')}),"
+            f"{way}, against micro-batch: loss {loss.low:+.4f} to {loss.high:+.4f} ({signed(loss, 'better', 'worse')}),"
         )
-        print(f"  bits {bits.low:+.3f} to {bits.high:+.3f} ({said(bits, 'less', 'more')})")
+        print(f"  bits {bits.low:+.3f} to {bits.high:+.3f} ({signed(bits, 'less', 'more')})")
     means = {way: {key: fmean(each[key]) for key in keys} for way, each in values.items()}
     kept.write(against=against, means=means, ranks_and_one_process=parted)
     picture(found, given.out.with_suffix(".png"))
 
 
 def picture(found: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
-    """Bits and loss of every run; and, of the first seed, which experts take each domain's tokens."""
+    """Bits and loss of every run, and the experts that take each domain's tokens, for the first seed."""
     figure, (left, *maps) = plt.subplots(1, 3, figsize=(11, 4), layout="constrained", width_ratios=(1.3, 1, 1))
     for mark, (way, runs) in zip("x+so^", found.items(), strict=True):
         left.plot([run["bits"] for run in runs], [run["loss"] for run in runs], mark, label=way)

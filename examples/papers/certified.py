@@ -1,4 +1,4 @@
-"""A network of linear layers and ReLU that bounds its values over a box of inputs: the model of ibp.py."""
+"""A network of linear layers and ReLU that computes bounds of its values over a box of inputs: the model of ibp.py."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Certified(nn.Module):
                 nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, y: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits, lower bounds of the margins z_y - z_j, and the two regularisers' sum."""
+        """Logits, lower bounds of the margins z_y - z_j, and the sum of the two regularizers."""
         value, centre, radius = x, x, torch.full_like(x, epsilon)
         penalty, first = x.new_zeros(()), None
         for i, layer in enumerate(self.layers):
             radius = _wide(F.linear(radius, layer.weight.abs()))
             value, centre = _wide(layer(value)), _wide(layer(centre))
-            if self.norms:  # the statistics of the values, for the bounds too
+            if self.norms:  # norms need the statistics of values, for the bounds too
                 value, scale, shift = self._normed(self.norms[i], value)
                 centre, radius = centre * scale + shift, radius * scale.abs()
             first = radius.mean() if first is None else first
@@ -61,12 +61,12 @@ class Certified(nn.Module):
 
 
 def _wide(t: Tensor) -> Tensor:
-    """In float32, if it is narrower."""
+    """The tensor in float32, if its dtype is narrower."""
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def _penalty(centre: Tensor, radius: Tensor, first: Tensor) -> Tensor:
-    """How far bounds have grown, and how unlike active and inactive units are, of one layer."""
+    """One layer's penalty, on the growth of bounds and on the imbalance of active and inactive units."""
     penalty = F.relu(TAU - first / radius.mean())
     active, inactive = centre > radius, centre < -radius
     if active.any() and inactive.any():

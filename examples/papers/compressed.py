@@ -1,10 +1,10 @@
-"""Compressed reals (Rossi et al. 2023, arXiv 2309.07158): weights of 8 and 16 bits, widened as a product reads them.
+"""Compressed reals (Rossi et al. 2023, arXiv 2309.07158): weights of 8 and 16 bits, widened when a product reads them.
 
-A product of a vector and a matrix reads each weight once, so bytes are time where memory is slow. Here weights are kept
-as bf16 (widened by a shift), E4M3 and E5M2 (by conversion from fp16), and posits of 8 and 16 bits (by look-up), and
-nothing is decoded to memory. Measures: errors of the product; what a small model loses; and from which size on the
-product is faster than fp32's, beside the size that a cost model predicts of bandwidth and decoding rates. Activations
-stay float32. Times are CPU time of one thread.
+A product of a vector and a matrix reads each weight once, so its time depends on the bytes where memory is slow. Here
+weights are stored as bf16 (widened by a shift), E4M3 and E5M2 (converted through fp16), and posits of 8 and 16 bits (by
+table), and no decoded matrix is written to memory. Measured: the errors of the product; the loss of a small model; and
+the size from which the product is faster than in fp32, compared with the size that a cost model predicts from bandwidth
+and decoding rates. Activations stay float32. Times are CPU time of one thread.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from halfstep.recipe import Recipe, Rule, linear_spec
 FORMATS = ("bf16", "e4m3fn", "e5m2", "posit8_0", "posit8_1", "posit8_2", "posit16_1", "posit16_2")
 TIMED = ("bf16", "e4m3fn", "posit8_1", "posit16_1")
 CONTEXT, COLUMNS, CACHED = 64, 2048, (1 << 17, 1 << 20)
-"""Bytes of text; columns of timed matrices; bytes of two in the second-level cache, whose slope is a rate."""
+"""Bytes of text; columns of timed matrices; bytes of two matrices in the second-level cache, whose slope is a rate."""
 
 
 def stored(model: nn.Module) -> int:
-    """Bytes of the weights of a layer."""
+    """Bytes of a layer's weights."""
     return sum(t.nbytes for n, t in model.state_dict().items() if n.endswith(("weight", "weight_codes")))
 
 
 @torch.no_grad()
 def errors(seed: int) -> dict[str, dict[str, Any]]:
-    """Of X W, (64, 256) by (256, 256), normal: the error to float64's (Frobenius norms), bytes, and whether products
-    that read codes are those of decoded values, bit for bit."""
+    """For X W, (64, 256) by (256, 256), normally distributed: the error relative to float64 (Frobenius norms), bytes,
+    and whether products that read codes equal those of decoded values bit for bit."""
     draw = np.random.default_rng(seed)
     weight, x = (torch.tensor(draw.standard_normal(shape), dtype=torch.float32) for shape in ((256, 256), (64, 256)))
     exact, layer = x.double() @ weight.double(), nn.Sequential(nn.Linear(256, 256, bias=False))
@@ -66,7 +66,7 @@ def errors(seed: int) -> dict[str, dict[str, Any]]:
 
 
 def losses(seed: int, corpus: Corpus, width: int, steps: int, texts: int) -> dict[str, float]:
-    """What a small GPT, trained in float32, loses by each format: bits a byte of held-out text."""
+    """The increase of loss of a small GPT, trained in float32, by format: bits per byte of held-out text."""
     torch.manual_seed(seed)
     model, draw = GPT(256, CONTEXT, layers=2, width=width, heads=4), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
@@ -83,7 +83,7 @@ def losses(seed: int, corpus: Corpus, width: int, steps: int, texts: int) -> dic
 
 
 def timed(calls: dict[str, Callable[[], Any]], rounds: int, seconds: float = 1e-3) -> dict[str, float]:
-    """Median CPU seconds a call, of rounds that take turns; a call before the clock brings its data into the cache."""
+    """Median CPU seconds per call over interleaved rounds; an untimed call brings the data into the cache first."""
     counts, found = {}, {name: [] for name in calls}  # type: ignore[var-annotated]
     for name, call in calls.items():
         call()
@@ -102,8 +102,8 @@ def timed(calls: dict[str, Callable[[], Any]], rounds: int, seconds: float = 1e-
 
 @torch.no_grad()
 def times(rows: list[int], rounds: int) -> dict[str, Any]:
-    """By format: seconds of a product for each number of rows; how many weights a second are decoded that are in the
-    second-level cache (the slope between two sizes), and the seconds that a call takes besides."""
+    """By format: seconds of a product for each number of rows; weights decoded per second in the second-level cache
+    (the slope between two sizes); and the constant seconds per call."""
     x, run = torch.randn(1, COLUMNS), {"seconds": {f: [] for f in ("fp32", *TIMED)}}  # type: ignore[var-annotated]
 
     def call(format: str, count: int) -> Callable[[], Any]:
@@ -121,8 +121,8 @@ def times(rows: list[int], rounds: int) -> dict[str, Any]:
 
 
 def predicted(run: dict[str, Any], format: str, rows: list[int], joined: Callable[..., float]) -> list[float]:
-    """Seconds by the model: an overhead and, for each weight, its decoding `joined` with the reading of its bytes.
-    Reading costs what fp32's product of as many bytes takes longer, a byte, than of bytes in the second-level cache."""
+    """Seconds by the cost model: an overhead and, for each weight, its decoding `joined` with the reading of its bytes.
+    The reading time of a byte is the excess of fp32's product of as many bytes over that in the second-level cache."""
     weights, fp32 = [COLUMNS * count for count in rows], run["seconds"]["fp32"]
     fast, width = 1 / run["rate"]["fp32"], get_quantizer(format).format.bytes
     more = [(time - run["overhead"]["fp32"]) / count - fast for count, time in zip(weights, fp32, strict=True)]
@@ -132,7 +132,7 @@ def predicted(run: dict[str, Any], format: str, rows: list[int], joined: Callabl
 
 
 def crossover(weights: list[int], ours: list[float], fp32: list[float]) -> float | None:
-    """From how many weights on a product is faster than fp32's, between sizes by the ratios' logarithms; or never."""
+    """The number of weights from which a product is faster than fp32's, interpolated in log ratios, or None."""
     ratios = [log(a / b) for a, b in zip(ours, fp32, strict=True)]
     if ratios[-1] >= 0:
         return None
@@ -144,7 +144,7 @@ def crossover(weights: list[int], ours: list[float], fp32: list[float]) -> float
 
 
 def main() -> None:
-    """Measure, predict, print and keep."""
+    """Measure, predict, print and save."""
     given = options(__doc__ or "", "runs/compressed.json", seeds=5)
     torch.set_num_threads(1)
     width, steps, texts, rounds = (64, 2, 4, 2) if given.quick else (128, 300, 48, 25)
@@ -195,7 +195,7 @@ def main() -> None:
         ),
         lines,
     )
-    apart = {format: apart_of(each) for format, each in crossings.items() if all(map(all, each.values()))}
+    apart = {format: prediction_errors(each) for format, each in crossings.items() if all(map(all, each.values()))}
     for format, each in apart.items():
         print(f"{format}: predicted {each['low']:+.1%} to {each['high']:+.1%} from measured (95% interval)")
     last = {f: asdict(paired([run["seconds"][f][-1] / run["seconds"]["fp32"][-1] for run in takes])) for f in TIMED}
@@ -204,7 +204,7 @@ def main() -> None:
 
 
 def crossings_of(takes: list[dict[str, Any]], format: str, rows: list[int]) -> dict[str, Any]:
-    """From how many weights on the format is faster than fp32, in each take: measured, and by the model."""
+    """The number of weights from which the format is faster than fp32, by take: measured, and by the cost model."""
     ways: dict[str, Callable[..., list[float]]] = {
         "measured": lambda run: run["seconds"][format],
         "predicted": lambda run: predicted(run, format, rows, sum),
@@ -214,19 +214,19 @@ def crossings_of(takes: list[dict[str, Any]], format: str, rows: list[int]) -> d
     return {way: [crossover(weights, of(run), run["seconds"]["fp32"]) for run in takes] for way, of in ways.items()}
 
 
-def apart_of(crossing: dict[str, list[float]]) -> dict[str, float]:
-    """Means of the sizes, and how far predicted ones are from those measured."""
+def prediction_errors(crossing: dict[str, list[float]]) -> dict[str, float]:
+    """The mean sizes, and the relative errors of the predicted ones."""
     means = {way: fmean(sizes) for way, sizes in crossing.items()}
     return means | asdict(paired([p / m - 1 for p, m in zip(crossing["predicted"], crossing["measured"], strict=True)]))
 
 
 def words(sizes: list[float | None]) -> str:
-    """The sizes of all takes, in millions."""
+    """The sizes of all takes as text, in millions."""
     return ", ".join("never" if size is None else f"{size / 1e6:.2f}M" for size in sizes)
 
 
 def picture(takes: list[dict[str, Any]], rows: list[int], path: Path) -> None:
-    """Times over fp32's by the number of weights, measured in every take, and as the model has them in the first."""
+    """Times relative to fp32's by the number of weights: measured in every take, and predicted for the first."""
     weights = [COLUMNS * count for count in rows]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for color, format in enumerate(TIMED):

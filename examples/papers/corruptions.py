@@ -1,4 +1,4 @@
-"""Streams of scikit-learn's digits, turned and moved a little, and their corruptions."""
+"""scikit-learn's digits, turned and shifted at random, and corruptions of them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 SIDE = 12
-"""Pixels of an image's side."""
+"""An image's side in pixels."""
 CORRUPTIONS = {"noise": (0.2, 0.3), "blur": (0.8, 1.2), "contrast": (0.5, 0.3), "shift": (1, 2)}
-"""The amounts of each, the harder one last."""
+"""The amounts of each corruption, the harder one last."""
 
 
 def images(train: bool, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Digits of one part, each turned, scaled and moved a little at random, on `SIDE` x `SIDE` pixels in [0, 1]."""
+    """Digits of one part, each turned, scaled and shifted a little at random, with `SIDE` x `SIDE` pixels in [0, 1]."""
     x, y = (part[:1100] if train else part[1100:] for part in digits())
     rounds = [torch.randperm(len(x), generator=generator) for _ in range(count // len(x) + 1)]
     rows = torch.cat(rounds)[:count]
@@ -34,7 +34,7 @@ def _sampled(x: Tensor, theta: Tensor) -> Tensor:
 
 
 def corrupted(x: Tensor, kind: str, amount: float, generator: torch.Generator) -> Tensor:
-    """Corrupted images. The amount: standard deviation of noise or blur, contrast left, or pixels moved."""
+    """Corrupted images. The amount is a standard deviation of noise or blur, a contrast, or a shift in pixels."""
     if kind == "noise":
         return x + amount * torch.randn(x.shape, generator=generator)
     if kind == "contrast":

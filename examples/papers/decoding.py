@@ -1,9 +1,9 @@
-"""Post-training quantisation and decoding (Roy 2023, arXiv 2309.05210): 4 and 8 bits by temperature, top-k and length.
+"""Post-training quantization and decoding (Roy 2023, arXiv 2309.05210): 4 and 8 bits by temperature, top-k and length.
 
-Trains small Llama and Falcon models on the bytes of Python's standard library and quantises their weights to nf4 and
-fp4, with scales in float32 and double-quantised, and to int8: by halfstep and by bitsandbytes. Measures how far the
-distribution of the next byte moves from the unquantised model's (KL divergence, by temperature), the likelihood under
-that model, and the repetition, of generated text, and bytes; of larger models the CPU time of generation.
+Trains small Llama and Falcon models on the bytes of Python's standard library and quantizes their weights to nf4 and
+fp4, with scales in float32 and double-quantized, and to int8: by halfstep and by bitsandbytes. Measures the KL
+divergence of the next byte's distribution from the unquantized model's, by temperature; the likelihood of generated
+text under the unquantized model, and its repetition; bytes; and for larger models the CPU time of generation.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def built(architecture: str, width: int, heads: int) -> Any:
 
 
 def trained(architecture: str, seed: int, corpus: Corpus, width: int, steps: int) -> Any:
-    """A model after training in float32."""
+    """A model trained in float32."""
     torch.manual_seed(seed)
     model, draw = built(architecture, width, 4), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.1)
@@ -71,12 +71,12 @@ def trained(architecture: str, seed: int, corpus: Corpus, width: int, steps: int
 
 
 def bits(model: Any, ids: Tensor) -> Tensor:
-    """Bits a byte of text."""
+    """Bits per byte of text."""
     return F.cross_entropy(model(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten()) / math.log(2)
 
 
-def quantised(model: Any, name: str, compute: str) -> Any:
-    """A copy with weights in codes, by us, or by bitsandbytes where the name begins so."""
+def quantized(model: Any, name: str, compute: str) -> Any:
+    """A copy with weights in codes: by halfstep, or by bitsandbytes if the name begins with bnb."""
     if name in WEIGHTS:
         return in_codes(model, WEIGHTS[name], compute)
     twin = copy.deepcopy(model)
@@ -100,7 +100,7 @@ def _theirs(layer: nn.Linear, name: str) -> nn.Module:
 
 
 def stored(model: Any) -> int:
-    """Bytes of a model's tensors, scales among them."""
+    """Bytes of a model's tensors, including scales."""
     total = sum(t.nbytes for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values())
     for state in (getattr(p, "quant_state", None) for p in model.parameters()):
         if state is not None:
@@ -110,7 +110,7 @@ def stored(model: Any) -> int:
 
 @torch.no_grad()
 def study(architecture: str, seed: int, corpus: Corpus, sizes: dict[str, Any]) -> dict[str, Any]:
-    """One run: a model is trained, quantised in every way, and compared with what it was."""
+    """One run: a model is trained, quantized in every way, and compared with the unquantized one."""
     with torch.enable_grad():
         model = trained(architecture, seed, corpus, sizes["width"], sizes["steps"])
     texts, lengths = sizes["texts"], sizes["lengths"]
@@ -120,7 +120,7 @@ def study(architecture: str, seed: int, corpus: Corpus, sizes: dict[str, Any]) -
     run: dict[str, Any] = {"bits": float(bits(model, held)), "bytes": {"whole": stored(model)}}
     kl, agree, more, sampled = {}, {}, {}, {}
     for name in (*WEIGHTS, *(f"bnb {name}" for name in WEIGHTS)):
-        twin = quantised(model, name, "fp32")
+        twin = quantized(model, name, "fp32")
         own = twin(held[:, :-1]).logits
         kl[name] = [divergence(whole / t, own / t) for t in TEMPERATURES]
         agree[name] = float((whole.argmax(-1) == own.argmax(-1)).float().mean())
@@ -132,13 +132,13 @@ def study(architecture: str, seed: int, corpus: Corpus, sizes: dict[str, Any]) -
 
 
 def divergence(whole: Tensor, other: Tensor) -> float:
-    """The mean KL divergence of two distributions, in nats, formed in float64."""
+    """The mean KL divergence of two distributions in nats, computed in float64."""
     p, q = (logits.double().log_softmax(-1) for logits in (whole, other))
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 def judged(model: Any, judge: Any, prompts: Tensor, lengths: list[int]) -> dict[str, dict[str, float]]:
-    """Bits a byte under the judge, and repetition, of what a model writes, by temperature, top-k and length."""
+    """Bits per byte under the judge, and repetition, of generated text, by temperature, top-k and length."""
     found = {}
     for top, temperature in product(TOP, SAMPLED):
         ids = generated(model, prompts, max(lengths), temperature, top, torch.Generator().manual_seed(1))
@@ -150,15 +150,15 @@ def judged(model: Any, judge: Any, prompts: Tensor, lengths: list[int]) -> dict[
 
 
 def speed(architecture: str, width: int, rounds: int, new: int) -> dict[str, list[float]]:
-    """CPU time of generation over bf16's in the same round, by kind of weight, on one thread."""
+    """CPU time of generation relative to bf16's in the same round, by format of the weights, on one thread."""
     torch.manual_seed(0)
     whole = built(architecture, width, 8).eval()
     models = {"bf16": copy.deepcopy(whole).bfloat16(), "fp32": whole}
-    models |= {name: quantised(whole, name, "bf16") for name in WEIGHTS}
-    models |= {f"bnb {name}": quantised(models["bf16"], f"bnb {name}", "") for name in WEIGHTS}
+    models |= {name: quantized(whole, name, "bf16") for name in WEIGHTS}
+    models |= {f"bnb {name}": quantized(models["bf16"], f"bnb {name}", "") for name in WEIGHTS}
     prompt, draw = torch.randint(256, (1, PROMPT)), torch.Generator()
     times: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(rounds + 1):  # the first makes what later ones find
+    for _ in range(rounds + 1):  # the first one fills caches
         for name, model in models.items():
             start = time.process_time()
             generated(model, prompt, new, 1.0, 0, draw)
@@ -167,7 +167,7 @@ def speed(architecture: str, width: int, rounds: int, new: int) -> dict[str, lis
 
 
 def main() -> None:
-    """Train, quantise, measure, print and keep."""
+    """Train, quantize, measure, print and save."""
     given = options(__doc__ or "", "runs/decoding.json")
     torch.set_num_threads(1)
     sizes: dict[str, Any] = {"width": 128, "steps": 300, "texts": 12, "lengths": [32, 80]}
@@ -198,7 +198,7 @@ def main() -> None:
 
 
 def line(name: str, runs: list[dict[str, Any]]) -> tuple[str, ...]:
-    """A row of the table: of one kind of weights in all runs of an architecture."""
+    """A row of the table: one format of the weights, over all runs of an architecture."""
     kl = [[1e3 * run["kl"][name][TEMPERATURES.index(t)] for run in runs] for t in (0.5, 1.0)]
     other = [100 * (1 - run["agree"][name]) for run in runs]
     more = [1e3 * run["more_bits"][name] for run in runs]
@@ -206,7 +206,7 @@ def line(name: str, runs: list[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def conclusions(runs: list[dict[str, Any]], length: int) -> dict[str, Any]:
-    """What the runs of one architecture say of the paper's claims, as intervals over seeds."""
+    """The results on the paper's claims for one architecture, as intervals over seeds."""
 
     def sampled(name: str, temperature: float, what: str) -> list[float]:
         return [run["sampled"][name][f"{temperature} 0 {length}"][what] for run in runs]
@@ -228,7 +228,7 @@ def conclusions(runs: list[dict[str, Any]], length: int) -> dict[str, Any]:
 
 
 def picture(found: dict[str, list[dict[str, Any]]], path: Path, length: int) -> None:
-    """KL by temperature, and bits of what is written, of every format and architecture; means over seeds."""
+    """KL by temperature, and bits of generated text, of every format and architecture; means over seeds."""
     figure, axes = plt.subplots(2, 2, figsize=(8, 6), layout="constrained", sharey="row", sharex="row")
     for (upper, lower), (architecture, runs) in zip(axes.T, found.items(), strict=True):
         for name in WEIGHTS:

@@ -1,9 +1,10 @@
 """Falcon2-11B's choices of training (Malartic et al. 2024, arXiv 2407.14885), in small Llamas on Python's own source.
 
-Four questions. What does doubling the batch in the middle of training do, and is it the same as dividing the learning
-rate by sqrt 2 (a temperature T = rate / sqrt(batch)) or by 2? Are spikes of the loss rarer at lower rates? What do
-stages of growing context do, and a last one of curated text, here the language's documentation, against that text
-spread over the run? And what does computing the first stage in MXFP4 cost, with a recipe that changes with the stages?
+Four questions. What is the effect of doubling the batch in the middle of training, and does it equal that of dividing
+the learning rate by sqrt 2 (a temperature T = rate / sqrt(batch)) or by 2? Are loss spikes rarer at lower rates? What
+is the effect of stages of growing context, and of a last stage of curated text, here the language's documentation,
+compared with that text spread over the run? And what does it cost to compute the first stage in MXFP4, with a recipe
+that changes with the stages?
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from halfstep.lab.task import VOCABULARY, Corpus, load_corpus
 
 
 LONGEST, TOKENS, WARM_UP, WINDOW = 128, 512, 20, 50
-SHARES = (0.7, 0.1, 0.1, 0.1)  # of the steps, by stage; the rate falls to its floor in the first and stays there
+SHARES = (0.7, 0.1, 0.1, 0.1)  # of the steps, by stage; the rate falls to its minimum in the first and stays there
 RATE, FLOOR, Z_LOSS, SPIKING = 4e-3, 0.05, 1e-4, (1e-3, 4e-3, 1.6e-2, 6.4e-2)
 BRANCHES = {"as before": (1, 1.0), "batch doubled": (2, 1.0), "rate / sqrt 2": (1, 2**-0.5), "rate / 2": (1, 0.5)}
-"""What the batch and the rate are multiplied by, in the middle of training."""
+"""The factors of batch and rate in the middle of training."""
 
 
 class Plan(NamedTuple):
-    """How one run goes through the stages: contexts; curated steps last, spread over the run or never; the recipe."""
+    """One run's stages: contexts; curated text in the last stage, spread over the run or never; and the recipe."""
 
     contexts: tuple[int, ...] = (32, 64, 128, 128)
     curated: str = "last"
@@ -55,7 +56,7 @@ PLANS = {
     "stages, mxfp4": Plan(recipe="mxfp4"),
     "stages, mxfp4 then bf16-mixed": Plan(recipe="mxfp4 until 70%, then bf16-mixed"),
 }
-CONTROLS = {  # what is compared with what, on which held-out text
+CONTROLS = {  # the pairs that are compared, and the held-out texts
     ("128 throughout", "stages"): ("general",),
     ("32 throughout", "stages"): ("general",),
     ("stages", "curated text spread"): ("curated", "general"),
@@ -69,18 +70,18 @@ Runs = list[dict[str, Any]]
 
 
 def warmed(step: int) -> float:
-    """The share of the rate that the warm-up allows."""
+    """The share of the rate during warm-up."""
     return min(1.0, (step + 1) / WARM_UP)
 
 
 def corpora() -> dict[str, Corpus]:
-    """The general text, the modules of Python's standard library; and the curated one, the language's documentation."""
+    """The general text, modules of Python's standard library, and the curated one, the language's documentation."""
     paths = {"general": "*.py", "curated": "pydoc_data/topics.py"}
     return {name: load_corpus(f"{sysconfig.get_paths()['stdlib']}/{path}", LONGEST) for name, path in paths.items()}
 
 
 def llama(width: int, layers: int, seed: int) -> tuple[Any, Any, torch.Generator]:
-    """A model, its optimizer, and what batches are drawn with."""
+    """A model, its optimizer, and the generator of its batches."""
     torch.manual_seed(seed)
     model = Llama(VOCABULARY, LONGEST, layers, width, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
@@ -88,14 +89,14 @@ def llama(width: int, layers: int, seed: int) -> tuple[Any, Any, torch.Generator
 
 
 def losses(model: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean cross-entropy of the next byte, and that with the z-loss."""
+    """The mean cross-entropy of the next byte, without and with the z-loss."""
     logits = model(rows[:, :-1]).flatten(0, 1)
     plain = F.cross_entropy(logits, rows[:, 1:].flatten())
     return plain, plain + Z_LOSS * logits.logsumexp(-1).square().mean()
 
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor, rate: float, most: float) -> float:
-    """One step at that rate, with gradients clipped to a norm of at most `most`; the loss before it."""
+    """One step at a given rate, with gradients clipped to a norm of at most `most`; returns the loss before it."""
     optimizer.param_groups[0]["lr"] = rate
     plain, whole = losses(model, rows)
     whole.backward()
@@ -106,7 +107,7 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor, rat
 
 
 def doubling(seed: int, width: int, before: int, after: int, corpus: Corpus, rows: int) -> dict[str, list[float]]:
-    """Losses after each quarter of `after` steps, of every branch; that without change goes on to twice as many."""
+    """Losses of every branch after each quarter of `after` steps; the unchanged branch continues to twice as many."""
     model, optimizer, generator = llama(width, 2, seed)
     for step in range(before):
         update(model, optimizer, batch(corpus, TOKENS // 64, 64, generator), RATE * warmed(step), 1.0)
@@ -122,7 +123,7 @@ def doubling(seed: int, width: int, before: int, after: int, corpus: Corpus, row
 
 
 def quadratic(rule: Any, steps: int = 600, **options: Any) -> dict[str, float]:
-    """The mean excess loss x^2 / 2 of 5,000 numbers, whose gradient x has noise of 1 / sqrt(batch), after a change."""
+    """The mean excess loss x^2 / 2 of 5,000 numbers after a change; their gradient is x, with noise 1 / sqrt(batch)."""
     found, change = {}, steps // 3
     for name, (more, factor) in BRANCHES.items():
         x, noise = torch.zeros(5000, requires_grad=True), torch.Generator().manual_seed(0)
@@ -137,14 +138,14 @@ def quadratic(rule: Any, steps: int = 600, **options: Any) -> dict[str, float]:
 
 
 def spikes(series: list[float]) -> dict[str, float]:
-    """How many values exceed mean + 3 standard deviations of the WINDOW before them, and the largest rise over it."""
+    """The number of values above mean + 3 standard deviations of the WINDOW before them, and the largest rise."""
     befores = [series[n - WINDOW : n] for n in range(WINDOW, len(series))]
     rises = [(value - fmean(before), stdev(before)) for value, before in zip(series[WINDOW:], befores, strict=True)]
     return {"count": sum(rise > 3 * spread for rise, spread in rises), "largest": round(max(rises)[0], 4)}
 
 
 def spiking(seed: int, rate: float, layers: int, steps: int, corpus: Corpus) -> dict[str, Any]:
-    """Spikes of a deep model's training loss, and of its loss on one batch that stays the same; no clipping."""
+    """Spikes of a deep model's training loss, and of its loss on one fixed batch, without clipping."""
     model, optimizer, generator = llama(32, layers, seed)
     same, seen, fixed = batch(corpus, 8, 32, generator), [], []
     for step in range(steps):
@@ -154,7 +155,7 @@ def spiking(seed: int, rate: float, layers: int, steps: int, corpus: Corpus) -> 
 
 
 def staged(seed: int, plan: Plan, width: int, steps: int, texts: dict[str, Corpus], rows: int) -> dict[str, Any]:
-    """One run through the stages: losses at the longest context after each of them."""
+    """One run through the stages: losses at the longest context after each stage."""
     model, optimizer, generator = llama(width, 2, seed)
     model, optimizer, scaler = halfstep.prepare(model, optimizer, plan.recipe, total_steps=steps)
     ends = [round(steps * share) for share in accumulate(SHARES)]
@@ -163,7 +164,7 @@ def staged(seed: int, plan: Plan, width: int, steps: int, texts: dict[str, Corpu
         stage = bisect(ends, step)
         cosine = (1 + math.cos(math.pi * min(1, step / ends[0]))) / 2
         optimizer.param_groups[0]["lr"] = RATE * warmed(step) * (FLOOR + (1 - FLOOR) * cosine)
-        special = {"last": stage == 3, "spread": step % 10 == 9, "never": False}[plan.curated]  # a tenth, either way
+        special = {"last": stage == 3, "spread": step % 10 == 9, "never": False}[plan.curated]  # a tenth in both cases
         context = plan.contexts[stage]
         drawn = batch(texts["curated" if special else "general"], TOKENS // context, context, generator)
         scaler.scale(losses(model, drawn)[1]).backward()
@@ -178,7 +179,7 @@ def staged(seed: int, plan: Plan, width: int, steps: int, texts: dict[str, Corpu
 
 
 def main() -> None:
-    """Train, measure, print and keep."""
+    """Train, measure, print and save."""
     given = options(__doc__ or "", "runs/falcon2.json")
     torch.set_num_threads(1)
     sizes = (8, 10, 2, 4, 1, WINDOW + 2, 2) if given.quick else (64, 250, 160, 80, 12, 200, 64)
@@ -188,7 +189,7 @@ def main() -> None:
     long, chosen = (30, SPIKING[:2]) if given.quick else (600, SPIKING)
     batches, plans, rates = list[Any](), {name: list[Any]() for name in PLANS}, {rate: list[Any]() for rate in chosen}
     for seed in range(given.seeds):
-        for each in (2 * seed, 2 * seed + 1):  # twice as many: they are short
+        for each in (2 * seed, 2 * seed + 1):  # twice as many, because they are short
             make: Any = partial(doubling, each, width, before, after, texts["general"], rows)
             batches.append(kept.run(f"batch, seed {each}", make))
         for name, plan in PLANS.items():
@@ -204,7 +205,7 @@ def main() -> None:
 
 
 def conclusions(batches: Runs, plans: dict[str, Runs], rates: dict[float, Runs], excess: Any) -> dict[str, Any]:
-    """Tables and intervals of all questions, printed too."""
+    """Tables and intervals for all questions, which are also printed."""
     print(f"\na noisy quadratic's excess loss, of that without a change: {excess}\n\nheld-out loss (95% interval):")
     last = {(name, t): [run[t][-1] for run in runs] for name, runs in plans.items() for t in ("general", "curated")}
     rows = [(name, text(last[name, "general"], ".3f"), text(last[name, "curated"], ".3f")) for name in plans]
@@ -227,7 +228,7 @@ def conclusions(batches: Runs, plans: dict[str, Runs], rates: dict[float, Runs],
 
 
 def picture(batches: Runs, plans: dict[str, Runs], rates: dict[float, Runs], path: Path) -> None:
-    """What changes in the middle do, the loss at the longest context by stage, and spikes by rate."""
+    """The effect of changes in the middle, the loss at the longest context by stage, and spikes by rate."""
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     for name in BRANCHES:
         means = [fmean(run[name][n] - run["as before"][n] for run in batches) for n in range(5)]

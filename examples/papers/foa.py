@@ -1,10 +1,11 @@
 """Test-time adaptation by forward passes alone (FOA, Niu et al. 2024, arXiv 2404.01650), of a transformer in int8.
 
-A small vision transformer is trained on scikit-learn's digits, and then reads a stream of batches of corrupted ones.
-FOA changes no weight: CMA-ES looks for prompts, tokens behind the class token, under which the batch's features have
-the training images' statistics and its predictions little entropy; and the last feature is shifted to their mean. It
-needs no backward pass, so the model may be quantized. Against it: TENT, which lowers the entropy by gradients of the
-layer norms' parameters, in fp32; no adaptation; and the shift alone. Needs cma (`pip install 'halfstep[papers]'`).
+A small vision transformer is trained on scikit-learn's digits, and then reads batches of corrupted digits. FOA changes
+no weight: CMA-ES searches for prompts, tokens after the class token, under which the batch's features have the training
+images' statistics and its predictions have low entropy; and the last feature is shifted to the training images' mean.
+It needs no backward pass, so the model may be quantized. It is compared with TENT, which lowers the entropy by
+gradients of the layer norms' parameters, in fp32; with no adaptation; and with the shift alone. Needs cma (`pip install
+'halfstep[papers]'`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe
 
 
 BATCH = 64
-PROMPTS, STEP, ALPHA, LAMBDA = 3, 1.0, 0.1, 4.0  # LAMBDA was chosen on seed 100, which is none of those reported
+PROMPTS, STEP, ALPHA, LAMBDA = 3, 1.0, 0.1, 4.0  # LAMBDA was chosen on seed 100, which is not among those reported
 RATES = (1e-3, 1e-2, 3e-2)
 FP32, INT8, SHIFT, FOA = "none, fp32", "none, int8", "shift alone, int8", "FOA, int8"
 DRAWN, BARE, BEST = "drawn prompts, int8", "entropy alone, int8", "TENT, each stream's best rate, fp32"
@@ -41,7 +42,7 @@ TENTS = [f"TENT {rate:g}, fp32" for rate in RATES]
 
 
 def int8() -> Recipe:
-    """A recipe with both operands of linear layers in int8: weights with a scale a row, inputs with one a tensor."""
+    """A recipe with both operands of linear layers in int8: weights with a scale per row, inputs one per tensor."""
     weights, inputs = get_quantizer("int8_row"), get_quantizer("int8_tensor")
     *kept, _ = (base := get_recipe("int8-weight-only")).rules
     rules = (*kept, Rule("*", LinearSpec(output=Matmul(lhs=inputs, rhs=weights))))
@@ -50,7 +51,7 @@ def int8() -> Recipe:
 
 @cache
 def trained(seed: int, steps: int) -> tuple[Transformer, nn.Module, Tensor]:
-    """The network in fp32, and quantized; and 512 images of what it was trained on, without labels."""
+    """The network in fp32, the quantized network, and 512 training images without labels."""
     torch.manual_seed(seed)
     model, generator = Transformer(), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
@@ -67,7 +68,7 @@ def trained(seed: int, steps: int) -> tuple[Transformer, nn.Module, Tensor]:
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Summed over the batch."""
+    """The entropy of predictions, summed over the batch."""
     return -(logits.softmax(1) * logits.log_softmax(1)).sum()
 
 
@@ -81,7 +82,7 @@ class Tent:
 
     @torch.enable_grad()
     def __call__(self, x: Tensor) -> Tensor:
-        """Logits from before the step."""
+        """The logits before the step."""
         logits = self.model(x)[0][0]
         (entropy(logits) / len(x)).backward()
         self.optimizer.step()
@@ -91,18 +92,18 @@ class Tent:
 
 @dataclass
 class Foa:
-    """Looks for prompts, one generation of CMA-ES a batch, and shifts the last feature to that of training images."""
+    """Searches for prompts, one generation of CMA-ES per batch, and shifts the last feature to the training mean."""
 
     model: nn.Module
     source: Tensor
-    """Images of what the model was trained on."""
+    """Training images."""
     seed: int
     prompts: bool = True
-    """Whether there are any; otherwise it shifts alone."""
+    """Whether prompts are used; otherwise the last feature is only shifted."""
     weight: float = LAMBDA
-    """Of the statistics beside the entropy."""
+    """The weight of the statistics relative to the entropy."""
     learns: bool = True
-    """Whether CMA-ES is told of the scores; otherwise every batch's prompts are drawn as the first one's."""
+    """Whether CMA-ES gets the scores; otherwise prompts of every batch have the first batch's distribution."""
 
     @torch.no_grad()
     def __post_init__(self) -> None:
@@ -115,16 +116,16 @@ class Foa:
             self.search = cma.CMAEvolutionStrategy([0.0] * self.best.numel(), STEP, quiet)
 
     def score(self, x: Tensor, prompts: Tensor | None) -> tuple[float, Tensor, Tensor]:
-        """What is minimised (entropy, and the distance of the statistics), the logits, and the class token's mean."""
+        """The loss (entropy, and distance of the statistics), the logits, and the class token's mean."""
         shift = 0.0 if self.seen is None else self.mean[-1] - self.seen
         logits, features = self.model(x, prompts, shift)
-        apart = (features.mean(0) - self.mean).square().sum() + (features.std(0) - self.std).square().sum()
-        loss = entropy(logits[0]) + self.weight * len(x) / 64 * apart
+        distance = (features.mean(0) - self.mean).square().sum() + (features.std(0) - self.std).square().sum()
+        loss = entropy(logits[0]) + self.weight * len(x) / 64 * distance
         return float(loss), logits[1], features[:, -1].mean(0)
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
-        """Logits under the best prompts of this batch's generation, to which the last batch's best belongs."""
+        """Logits under the best prompts of this batch's generation, which includes the last batch's best."""
         found: list[Any] = [self.best]
         if self.search is not None:
             found += [torch.tensor(each, dtype=torch.float32).view_as(self.best) for each in self.search.ask()]
@@ -140,7 +141,7 @@ class Foa:
 
 
 def study(kind: str, amount: float, seed: int, steps: int, batches: int, ablated: bool) -> dict[str, Any]:
-    """One run: the accuracy of every method on one stream of corrupted digits."""
+    """One run: the accuracy of every method on one kind of corruption."""
     model, small, source = trained(seed, steps)
     generator = torch.Generator().manual_seed(1000 + seed)
     x, y = images(False, BATCH * batches, generator)
@@ -157,7 +158,7 @@ def study(kind: str, amount: float, seed: int, steps: int, batches: int, ablated
 
 @torch.no_grad()
 def sizes(width: int, depth: int, side: int) -> dict[str, Any]:
-    """Bytes of a network, the most that torch holds while it reads a batch, and the most that CMA-ES holds."""
+    """Bytes of a network, torch's peak while it reads a batch, and CMA-ES's peak."""
     model, x = Transformer(width, depth, side).requires_grad_(False), torch.rand(BATCH, side, side)
     small = deepcopy(model)
     halfstep.quantize_model(small, int8())
@@ -179,7 +180,7 @@ def sizes(width: int, depth: int, side: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train, adapt, print and keep."""
+    """Train, adapt, print and save."""
     given = options(__doc__ or "", "runs/foa.json")
     torch.set_num_threads(1)
     steps, batches, large = (20, 1, (32, 2, 12)) if given.quick else (700, 24, (192, 12, 32))
@@ -209,7 +210,7 @@ def main() -> None:
 
 
 def conclusions(runs: dict[str, list[dict[str, float]]], seeds: int) -> dict[str, list[float]]:
-    """By method, a value a seed: the mean accuracy over all corrupted streams, and over those with ablations."""
+    """By method, a value per seed: the mean accuracy over all corruptions, and over those with ablations."""
     streams = list(runs.values())[1:]
     hard = [made for made in streams if DRAWN in made[0]]
     chosen = [max(TENTS, key=lambda tent: fmean(run[tent] for run in made)) for made in streams]
@@ -219,7 +220,7 @@ def conclusions(runs: dict[str, list[dict[str, float]]], seeds: int) -> dict[str
 
 
 def picture(runs: dict[str, list[dict[str, float]]], path: Path) -> None:
-    """Accuracies by stream, every seed."""
+    """Accuracies by corruption, every seed."""
     figure, axes = plt.subplots(figsize=(8, 3.8), layout="constrained")
     for place, (name, mark) in enumerate(zip((FP32, TENTS[0], INT8, SHIFT, FOA), "xv+.o", strict=True)):
         points = [(i + (place - 2) / 8, run[name]) for i, made in enumerate(runs.values()) for run in made]

@@ -1,10 +1,10 @@
 """Certified training by interval bounds with a short warm-up (Shi et al. 2021, arXiv 2103.17268), in 32 and 16 bits.
 
-A network whose every activation has a lower and an upper bound over a box of inputs is certified where the bounds of
-its margins are positive. Trains small networks on scikit-learn's 8x8 digits with and without the paper's three fixes
-(initial weights under which bounds do not widen, batch norm after every layer, two regularisers during the warm-up),
-under fp32, bf16-mixed and fp16-mixed. Then asks whether bounds that are *computed* in 16 bits still are bounds: they
-are if lower ones round down and upper ones up.
+A network that computes a lower and an upper bound of every activation over a box of inputs is certified where the
+bounds of its margins are positive. This script trains small networks on scikit-learn's 8x8 digits with and without the
+paper's three fixes (initial weights that do not widen bounds, batch norm after every layer, two regularizers during the
+warm-up), under fp32, bf16-mixed and fp16-mixed. It also tests whether bounds that are *computed* in 16 bits remain
+valid: they do if lower ones are rounded down and upper ones up.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ RECIPES = ("fp32", "bf16-mixed", "fp16-mixed")
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """1,797 images in [0, 1], shuffled once: the first 1,400 are for training."""
+    """1,797 images in [0, 1], shuffled with a fixed seed: the first 1,400 are for training."""
     found = load_digits()
     order = torch.randperm(len(found.data), generator=torch.Generator().manual_seed(0))
     return torch.tensor(found.data / 16, dtype=torch.float32)[order], torch.tensor(found.target)[order]
 
 
 def trained(recipe: str, fixes: bool, seed: int, epochs: int, width: int) -> Certified:
-    """A network after training, back in stock float32; the warm-up takes the first fifteenth of the epochs."""
+    """The trained network, reverted to stock float32; the warm-up takes the first fifteenth of the steps."""
     torch.manual_seed(seed)
     model: Any = Certified(fixes, width)
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=5e-4)
@@ -61,7 +61,7 @@ def trained(recipe: str, fixes: bool, seed: int, epochs: int, width: int) -> Cer
 
 
 def errors(model: Certified) -> dict[str, float]:
-    """Shares of the 397 held-out images that are wrong, and that are not certified, in float64."""
+    """Shares of the 397 held-out images that are misclassified, and that are not certified, in float64."""
     x, y = (part[1400:] for part in digits())
     with torch.no_grad():
         logits, margins, _ = model.double()(x.double(), y, EPSILON)
@@ -71,7 +71,7 @@ def errors(model: Certified) -> dict[str, float]:
 
 
 def growth(fixes: bool, width: int = 1024) -> list[float]:
-    """How much wider bounds before ReLU are than the layer's before, at first (inputs uniform, a box of 0.01)."""
+    """The ratios of bounds' widths before ReLU of successive layers, at initialization (uniform inputs, box 0.01)."""
     torch.manual_seed(0)
     centre = torch.rand(64, width)
     radius, widths = torch.full_like(centre, 0.01), []
@@ -88,10 +88,11 @@ def growth(fixes: bool, width: int = 1024) -> list[float]:
 
 
 def sound(model: Certified, format: str, outward: bool, samples: int) -> dict[str, float]:
-    """Whether bounds hold that are rounded to a format after every layer: `broken`, the share of bounds that some of
-    `samples` points of the box pass; `false`, the images certified so and not in float64; and the `verified_error`.
+    """Validity of bounds that are rounded to a format after every layer: `broken`, the share of bounds that are
+    violated by one of `samples` points of the box; `false`, the images certified so and not in float64; and
+    `verified_error`.
 
-    The network has weights of that format; its exact values are float64's.
+    The network has weights of that format, and its exact values are float64's.
     """
     down, up = ("down", "up") if outward else ("nearest_even", "nearest_even")
     x, y = (part[1400:] for part in digits())
@@ -102,7 +103,7 @@ def sound(model: Certified, format: str, outward: bool, samples: int) -> dict[st
     exact, broken, bounds = (low, high), 0.0, 0
     low, high = halfstep.round_to(low, format, down), halfstep.round_to(high, format, up)
     for number, (weight, bias) in enumerate(net):
-        if number == DEPTH:  # margins: the last layer's rows minus that of the label
+        if number == DEPTH:  # margins: the last layer's rows subtracted from the label's
             weight, bias = weight[y][:, None] - weight, bias[y][:, None] - bias
         low, high = _interval(weight, bias, low, high)
         low, high = halfstep.round_to(low, format, down), halfstep.round_to(high, format, up)
@@ -125,7 +126,7 @@ def sound(model: Certified, format: str, outward: bool, samples: int) -> dict[st
 
 
 def _folded(model: Certified, format: str) -> list[tuple[Tensor, Tensor]]:
-    """Weights and biases with norms in them, rounded to the format."""
+    """Weights and biases with norms folded in, rounded to the format."""
     found = []
     for i, layer in enumerate((*model.layers, model.last)):
         weight, bias = layer.weight.detach().double(), layer.bias.detach().double()
@@ -147,7 +148,7 @@ def _interval(weight: Tensor, bias: Tensor, low: Tensor, high: Tensor) -> tuple[
 
 
 def study(recipe: str, fixes: bool, seed: int, epochs: int, width: int, samples: int) -> dict[str, Any]:
-    """One run: the errors of a network, and of those that fp32 trained what their bounds in 16 bits are worth."""
+    """One run: the errors of a network and, if fp32 trained it, the validity of its bounds in 16 bits."""
     model = trained(recipe, fixes, seed, epochs, width)
     run: dict[str, Any] = errors(model)
     if fixes and recipe == "fp32":
@@ -158,7 +159,7 @@ def study(recipe: str, fixes: bool, seed: int, epochs: int, width: int, samples:
 
 
 def main() -> None:
-    """Train, measure, print and keep."""
+    """Train, measure, print and save."""
     given = options(__doc__ or "", "runs/ibp.json", seeds=8)
     torch.set_num_threads(1)
     epochs, width, samples = (1, 32, 4) if given.quick else (30, 128, 200)

@@ -1,10 +1,10 @@
-"""Train Large, Then Compress (Li et al. 2020, arXiv 2002.11794): widths for the same CPU time, and what bits cost them.
+"""Train Large, Then Compress (Li et al. 2020, arXiv 2002.11794): widths for equal CPU time, and bits.
 
-Trains byte-level GPTs of several widths on Python's standard library for the same CPU time: the number of steps is a
-budget divided by a step's measured time, so that what runs at the same time does not change it. Each is then compressed
-without training: rounded to integers of 8 to 2 bits (blocks of 64), to MXFP4, or its smallest weights pruned, the
-embeddings included. Shorter budgets are trained too, each with its own decay, so that the costs can be compared at
-equal loss: a wider model has seen less data, and is easier to compress for that alone.
+Trains byte-level GPTs of several widths on Python's standard library for equal CPU time: the number of steps is a
+budget divided by a step's measured time, so that other processes do not change it. Each is then compressed without
+training: rounded to integers of 8 to 2 bits (blocks of 64), to MXFP4, or by pruning its smallest weights, including
+embeddings. Models are trained with smaller budgets too, each with its own decay, so that costs can be compared at equal
+loss: a wider model has seen less data, and is easier to compress for that reason alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from halfstep.quant.scaling import get_scaling
 
 
 CONTEXT, BATCH, LAYERS, HEADS = 64, 8, 2, 4
-SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)  # of the budget: each is a run of its own
+SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)  # of the budget: one run for each
 LIGHT, HEAVY = ("bf16", "int8"), ("int4", "mxfp4", "int3", "pruned 75%")
 
 
@@ -50,8 +50,8 @@ METHODS = (*QUANTIZERS, *PRUNED)
 
 
 def smaller(model: nn.Module, method: str) -> tuple[nn.Module, float]:
-    """A copy of the model with every matrix compressed and all else in bf16, and its bytes: codes and scales, or bf16
-    values; where the smallest of all matrices' weights are pruned, those left and a bit for each place."""
+    """A copy of the model with every matrix compressed and the rest in bf16, and its bytes: codes and scales, or bf16
+    values; with pruning, the remaining values and one bit per element."""
     model, total = copy.deepcopy(model), 0.0
     matrices = [parameter.detach().abs().flatten() for parameter in model.parameters() if parameter.dim() == 2]
     least = torch.cat(matrices).quantile(PRUNED.get(method, 0.0))
@@ -92,12 +92,12 @@ class Training:
 
 
 def rate(width: int) -> float:
-    """The learning rate."""
+    """The learning rate for a width."""
     return 3e-3 * math.sqrt(64 / width)
 
 
 def seconds(widths: Sequence[int], corpus: Corpus, times: int) -> dict[str, float]:
-    """The median CPU time of a step of each width, measured in turn."""
+    """The median CPU time of a step of each width, interleaved."""
     trainings = {width: Training(width, 0, corpus, times) for width in widths}
     found: dict[int, list[float]] = {width: [] for width in widths}
     for _ in range(times):
@@ -109,7 +109,7 @@ def seconds(widths: Sequence[int], corpus: Corpus, times: int) -> dict[str, floa
 
 
 def study(width: int, steps: int, seed: int, corpus: Corpus, seen: int) -> dict[str, Any]:
-    """One run: the held-out loss in bf16, and what each compression adds to it."""
+    """One run: the held-out loss in bf16, and the increase by each compression."""
     training, began = Training(width, seed, corpus, steps), time.process_time()
     for _ in range(steps):
         training.step()
@@ -121,16 +121,16 @@ def study(width: int, steps: int, seed: int, corpus: Corpus, seen: int) -> dict[
 
 
 Runs = dict[tuple[int, float], list[dict[str, Any]]]
-"""Of every width and share of the budget, one run a seed."""
+"""By width and share of the budget: the runs, one per seed."""
 
 
 def cost(runs: list[dict[str, Any]], method: str) -> list[float]:
-    """What a compression adds to the loss, seed by seed."""
+    """The increase of loss by a compression, for each seed."""
     return [run[method] - run["bf16"] for run in runs]
 
 
 def at_loss(found: Runs, width: int, method: str, seed: int, target: float) -> float | None:
-    """The cost of a compression where the model's loss in bf16 is the target, between two budgets; None beyond them."""
+    """The cost of a compression where the loss in bf16 equals the target, interpolated between budgets, or None."""
     points = [(runs[seed]["bf16"], cost(runs, method)[seed]) for (w, _), runs in found.items() if w == width]
     for (high, cost_high), (low, cost_low) in pairwise(sorted(points, reverse=True)):
         if low <= target <= high:
@@ -139,7 +139,7 @@ def at_loss(found: Runs, width: int, method: str, seed: int, target: float) -> f
 
 
 def front(points: dict[tuple[int, str], tuple[float, float]]) -> list[tuple[int, str]]:
-    """The points (bytes, loss) than which none has both fewer bytes and a lower loss, smallest first."""
+    """The Pareto front of points (bytes, loss), smallest first."""
     best, kept = math.inf, []
     for name, (_, height) in sorted(points.items(), key=lambda item: item[1]):
         if height < best:
@@ -149,13 +149,13 @@ def front(points: dict[tuple[int, str], tuple[float, float]]) -> list[tuple[int,
 
 
 def pairs_of(costs: dict[int, list[float]]) -> dict[str, tuple[list[float], list[float]]]:
-    """What each width has and what the next narrower one had; and the widest against the narrowest."""
+    """The costs of each width and of the next narrower one, and of the widest and the narrowest."""
     pairs = [*pairwise(costs), (min(costs), max(costs))] if len(costs) > 1 else []
     return {f"width {narrow} to {wide}": (costs[wide], costs[narrow]) for narrow, wide in pairs}
 
 
 def conclusions(found: Runs, widths: Sequence[int]) -> dict[str, Any]:
-    """What the runs say of each part of the claim, printed too."""
+    """The results for each part of the claim, which are also printed."""
     full = {width: found[width, 1.0] for width in widths}
     seeds, shares = range(len(full[widths[0]])), sorted({share for _, share in found})
     sizes = {
@@ -179,7 +179,7 @@ def conclusions(found: Runs, widths: Sequence[int]) -> dict[str, Any]:
     equal: dict[str, dict[int, list[float]]] = {method: {} for method in METHODS}
     for method, width in ((m, w) for m in METHODS for w in widths):
         costs = [at_loss(found, width, method, seed, target) for seed in seeds]
-        if None not in costs:  # every seed has passed that loss
+        if None not in costs:  # every seed reached that loss
             equal[method][width] = costs  # type: ignore[assignment]
     changed = {}
     for where, each in (("after the same time", ends), (f"at a loss of {target:g}", equal)):
@@ -209,7 +209,7 @@ def conclusions(found: Runs, widths: Sequence[int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train, compress, print and keep."""
+    """Train, compress, print and save."""
     given, corpus = options(__doc__ or "", "runs/large.json"), load_corpus(None, CONTEXT)
     torch.set_num_threads(1)
     budget, widths, seen, times = (0.3, (16, 32), 8, 2) if given.quick else (10.0, (16, 32, 64, 128), 128, 21)
@@ -227,7 +227,7 @@ def main() -> None:
 
 
 def picture(found: Runs, sizes: dict[str, float], path: Path) -> None:
-    """Loss against bytes after the whole budget, and the cost of MXFP4 against the loss it starts from."""
+    """Loss against bytes after the whole budget, and the cost of MXFP4 against the loss before compression."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for width in sorted({width for width, _ in found}):
         methods = ("bf16", "int8", "int6", "int4", "mxfp4", "int3", "pruned 50%")

@@ -1,4 +1,4 @@
-"""The lab's BERT with MosaicBERT's changes, one by one (Portes et al. 2023, arXiv 2312.17482, and its code)."""
+"""The lab's BERT with MosaicBERT's changes, each optional (Portes et al. 2023, arXiv 2312.17482, and its code)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from halfstep.nn import DotProductAttention
 WORDS, CONTEXT = 1003, 64
 """The vocabulary before it is padded to a multiple of 64, and the longest sequence."""
 PAD, MASK, CLS, OTHER = range(4)
-"""The first words: padding, a masked word, the class token, and a word that is not in the vocabulary."""
+"""The special tokens: padding, mask, class token, and unknown word."""
 CHANGES = ("ALiBi", "GLU", "unpadding", "bf16 norms", "30% masked", "vocabulary")
 
 
 def rows(keep: Tensor) -> Tensor:
-    """Where a mask (places) is true, and then as many other places as make their number a multiple of 64.
+    """The indices where a mask is true, and of other places, so that their number is a multiple of 64.
 
-    A CPU's matmul is compiled for each new shape, which takes longer than it saves.
+    A CPU's matmul is compiled for each new shape, which takes longer than the padding.
     """
     return keep.logical_not().argsort(stable=True)[: -(-int(keep.sum()) // 64) * 64]
 
 
 @dataclass
 class Layout:
-    """Where a batch's words are, what is added to attention's logits, and whether padding is left out (`packed`)."""
+    """A batch's words, attention's bias, and whether padding is left out (`packed`)."""
 
     real: Tensor
     bias: Tensor
@@ -51,7 +51,7 @@ class Layout:
 
 
 class Mixing(nn.Module):
-    """Attention between the places of a layout."""
+    """Attention within a layout."""
 
     layout: Layout
 
@@ -95,14 +95,14 @@ class NarrowNorm(nn.LayerNorm):
 
 
 class NoPositions(nn.Module):
-    """Zero in the place of position embeddings."""
+    """Zero instead of position embeddings."""
 
     def forward(self, positions: Tensor) -> float:
         return 0.0
 
 
 def slopes(heads: int) -> Tensor:
-    """ALiBi's, for a number of heads that is a power of two: 2^(-8h/heads) for h = 1 ... heads."""
+    """ALiBi's slopes for a number of heads that is a power of two: 2^(-8h/heads) for h = 1 ... heads."""
     return 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1, dtype=torch.float32))
 
 
@@ -126,7 +126,7 @@ class Mosaic(BERT):
                     module.LayerNorm = NarrowNorm(width, eps=1e-12)
 
     def bias(self, real: Tensor) -> Tensor:
-        """What is added to the logits of attention: -10000 before padding, and ALiBi's -slope * distance."""
+        """The bias of attention's logits: -10000 for padding, and ALiBi's -slope * distance."""
         bias = torch.where(real, 0.0, -1e4)[:, None, None]
         if not self.alibi:
             return bias
@@ -134,8 +134,8 @@ class Mosaic(BERT):
         return bias - slopes(self.heads)[:, None, None] * (places[:, None] - places).abs()
 
     def features(self, tokens: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The last block's output (places, width), and which places of the batch those are: all of them, or, where
-        words are packed, the words; of these, the chosen ones go through what follows the last attention."""
+        """The last block's output (places, width), and their indices in the batch: all places or, if words are packed,
+        the words; of these, the chosen ones pass through what follows the last attention."""
         real, x = tokens != PAD, self.embeddings(tokens)
         at = Layout(real, self.bias(real), self.packed)
         places = at.rows if self.packed else torch.arange(real.numel())

@@ -1,11 +1,11 @@
-"""What MosaicBERT (Portes et al. 2023, arXiv 2312.17482) changes in BERT, one change at a time: time against accuracy.
+"""What MosaicBERT (Portes et al. 2023, arXiv 2312.17482) changes in BERT, one change at a time: time and accuracy.
 
-The lab's small BERT is trained under bf16-mixed to fill in masked words of the Python standard library's source, in
-blocks of up to 64 words. Six changes are made one by one, and all at once: ALiBi instead of learned positions, gated
+The lab's small BERT is trained under bf16-mixed to predict masked words of the Python standard library's source, in
+blocks of up to 64 words. Six changes are tested one by one, and all together: ALiBi instead of learned positions, gated
 MLPs, no computation on padding, layer norms in bf16, 30% of the words masked instead of 15%, and a vocabulary that is a
-multiple of 64. Each is measured by the CPU time of a training step, interleaved with the others' in one process, by the
-loss on held-out text with 15% masked, and by three probes of the frozen features. All changes are also trained for as
-long as the unchanged model takes.
+multiple of 64. Each is measured by the CPU time of a training step, interleaved with the others in one process, by the
+loss on held-out text with 15% masked, and by three probes of the frozen features. The model with all changes is also
+trained for as long as the unchanged model takes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def blocks(part: str, size: int) -> Tensor:
 
 
 def masked(words: Tensor, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Words as the model sees them, and those that were chosen, or -100: 80% of them masked, 10% other words."""
+    """The masked words, and the targets (-100 elsewhere): of chosen words, 80% are masked and 10% replaced."""
     chosen = (torch.rand(words.shape, generator=generator) < share) & (words > OTHER)
     kind = torch.rand(words.shape, generator=generator)
     other = torch.randint(4, WORDS, words.shape, generator=generator)
@@ -63,7 +63,7 @@ def masked(words: Tensor, share: float, generator: torch.Generator) -> tuple[Ten
 
 
 class Training:
-    """A model in training: every call makes one step."""
+    """A model in training: each call performs one step."""
 
     def __init__(self, arm: str, seed: int, steps: int, size: int) -> None:
         torch.manual_seed(seed)
@@ -84,8 +84,8 @@ class Training:
 
 
 def probe(name: str, size: int, count: int) -> tuple[Tensor, Tensor]:
-    """Held-out blocks and what is asked of them: whether their halves are swapped, whether the second half is another
-    block's, or whether a tenth of the words was replaced."""
+    """Held-out blocks and their labels: whether the halves are swapped, whether the second half is another block's, or
+    whether a tenth of the words was replaced."""
     generator = torch.Generator().manual_seed(PROBES.index(name))
     words = blocks("held out", size)
     words = words[torch.randperm(len(words), generator=generator)[:count]].clone()
@@ -108,8 +108,8 @@ def probe(name: str, size: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def described(model: Mosaic, words: Tensor) -> Any:
-    """The mean of the last block's output over each sequence's words."""
+def mean_features(model: Mosaic, words: Tensor) -> Any:
+    """The features of each sequence: the mean of the last block's output over its words."""
     found = []
     for some in words.split(100):
         x, places = model.features(some)
@@ -132,7 +132,7 @@ def study(arm: str, seed: int, steps: int, size: int, count: int) -> dict[str, A
     halfstep.revert(model)
     for name in PROBES:
         words, answers = probe(name, size, count)
-        x, half = described(model, words), len(words) // 2
+        x, half = mean_features(model, words), len(words) // 2
         x = (x - x[:half].mean(0)) / x[:half].std(0)
         regression = LogisticRegression(C=0.1, max_iter=300).fit(x[:half], answers[:half])
         run[name] = round(float(regression.score(x[half:], answers[half:])), 4)
@@ -155,7 +155,7 @@ def times(seed: int, size: int, rounds: int) -> dict[str, Any]:
 
 
 def front(points: dict[str, tuple[float, float]]) -> list[str]:
-    """The names of points than which no other is as small in both coordinates, and smaller in one."""
+    """The Pareto front: the names of points that no other point dominates."""
 
     def beaten(x: float, y: float) -> bool:
         return any(a <= x and b <= y and (a, b) != (x, y) for a, b in points.values())
@@ -164,7 +164,7 @@ def front(points: dict[str, tuple[float, float]]) -> list[str]:
 
 
 def main() -> None:
-    """Time, train, print and keep."""
+    """Time, train, print and save."""
     given = options(__doc__ or "", "runs/mosaicbert.json")
     torch.set_num_threads(1)
     steps, size, count, rounds = (1, 100_000, 40, 1) if given.quick else (300, 4_000_000, 1200, 16)

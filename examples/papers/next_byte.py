@@ -1,5 +1,4 @@
-"""What the byte-level language models of this folder share: batches, the loss of the next byte, held-out
-text, and text that they write."""
+"""Utilities of the byte-level language models in this folder: batches, next-byte loss, held-out text, generation."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from halfstep.lab.task import Corpus
 
 
 def batch(corpus: Corpus, rows: int, context: int, generator: torch.Generator) -> Tensor:
-    """Windows of the training text, drawn at random: (rows, context + 1) int64."""
+    """Windows of the training text at random positions: (rows, context + 1) int64."""
     starts = torch.randint(len(corpus.train) - context - 1, (rows,), generator=generator)
     return corpus.windows("train", starts, context + 1)
 
@@ -30,14 +29,14 @@ def loss(model: nn.Module, rows: Tensor) -> Tensor:
 
 
 def held_out(model: nn.Module, rows: Tensor) -> float:
-    """That loss as a number, without gradients."""
+    """The same loss as a number, without gradients."""
     with torch.no_grad():
         return float(loss(model, rows))
 
 
 @torch.no_grad()
 def generated(model: Any, ids: Tensor, new: int, temperature: float, top: int, draw: torch.Generator) -> Tensor:
-    """The prompts and sampled bytes after them."""
+    """The prompts followed by sampled bytes."""
     past, step = None, ids
     for _ in range(new):
         out = model(step, past_key_values=past, use_cache=True)
@@ -50,6 +49,6 @@ def generated(model: Any, ids: Tensor, new: int, temperature: float, top: int, d
 
 
 def repeated(rows: Tensor, length: int = 6) -> float:
-    """The share of sequences of so many bytes that their text has had before."""
+    """The share of sequences of `length` bytes that occurred before in their text."""
     grams = [row.unfold(0, length, 1).tolist() for row in rows]
     return 1 - sum(len(set(map(tuple, row))) for row in grams) / sum(map(len, grams))

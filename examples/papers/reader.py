@@ -15,7 +15,7 @@ KEYS, VALUES = 16, 16
 
 
 def rotated(x: Tensor, positions: Tensor, base: float = 1e4) -> Tensor:
-    """Queries or keys (..., length, size) turned by their positions (..., length), in x's dtype; angles in float64."""
+    """Queries or keys (..., length, size) rotated by their positions (..., length), in x's dtype; angles in float64."""
     half = x.shape[-1] // 2
     angles = positions[..., None].double() * base ** (-torch.arange(half, dtype=torch.float64) / half)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
@@ -40,7 +40,7 @@ class Reader(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | BlockMask, narrow: torch.dtype, seen: Any = None
     ) -> Tensor:
-        """Logits of the answers of tokens (batch, length, 2); `seen` collects logits and weights of each attention."""
+        """Logits of the answers to tokens (batch, length, 2); `seen` collects logits and weights of each attention."""
         x = self.key(tokens[..., 0]) + self.value(tokens[..., 1])
         for before, between, inner, out, up, down in self.blocks:
             qkv = inner(before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -49,7 +49,7 @@ class Reader(nn.Module):
             if isinstance(mask, BlockMask):
                 mixed = flex_attention(q, k, v, block_mask=mask)
             else:
-                with torch.autocast("cpu", enabled=False):  # operands in 16 bits; sums and softmax are not
+                with torch.autocast("cpu", enabled=False):  # operands are in 16 bits, sums and softmax are not
                     q, k, v = (t.to(narrow).to(t.dtype) for t in (q, k, v))
                     logits = (q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
                     weights = torch.where(mask, logits, -math.inf).softmax(-1)

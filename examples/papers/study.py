@@ -1,4 +1,4 @@
-"""What the studies in this folder share: options, runs that are kept as they end, intervals over seeds, and tables."""
+"""Shared by the studies in this folder: options, runs saved as they end, intervals over seeds, and tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Run = dict[str, Any]
 
 
 def options(doc: str, out: str, seeds: int = 3) -> argparse.Namespace:
-    """The command line of a study: --quick, --seeds and --out, the JSON file that finished runs are kept in."""
+    """The command line of a study: --quick, --seeds and --out, the JSON file of finished runs."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: shows that it runs, no more")
     parser.add_argument("--seeds", type=int, default=seeds, help="at least two, for intervals (default: %(default)s)")
@@ -39,7 +39,7 @@ def options(doc: str, out: str, seeds: int = 3) -> argparse.Namespace:
 
 
 class Kept:
-    """Runs in a JSON file, by name: each is made once, and written when it ends."""
+    """Runs by name in a JSON file: each is executed once, and written when it ends."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
         self.path = path
@@ -55,7 +55,7 @@ class Kept:
         self.data = {"settings": settings, "machine": environment(), "runs": self.runs}
 
     def run(self, name: str, make: Callable[[], Run]) -> Run:
-        """The run of that name: as it is kept, or made now."""
+        """The run of that name, read from the file or executed now."""
         if name not in self.runs:
             self.runs[name] = make()
             self.write()
@@ -63,14 +63,14 @@ class Kept:
         return self.runs[name]
 
     def write(self, **more: Any) -> None:
-        """Write what there is, with what was concluded of it."""
+        """Write the runs, with conclusions."""
         self.data |= more
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.data, indent=1) + "\n")
 
 
 def text(values: Sequence[float], form: str = ".3g") -> str:
-    """The mean, and the 95% interval of it over seeds (Student's t)."""
+    """The mean and its 95% interval over seeds (Student's t), as text."""
     found = paired(values)
     return f"{statistics.fmean(values):{form}} ({found.low:{form}} to {found.high:{form}})"
 
@@ -80,8 +80,8 @@ def difference(ours: Sequence[float], others: Sequence[float]) -> Interval:
     return paired([a - b for a, b in zip(ours, others, strict=True)])
 
 
-def said(found: Interval, less: str, more: str) -> str:
-    """Which of two words an interval decides for, or that it does not."""
+def signed(found: Interval, less: str, more: str) -> str:
+    """The word for an interval below zero, the word for one above, or "cannot tell"."""
     return less if found.high < 0 else more if found.low > 0 else "cannot tell"
 
 
@@ -94,7 +94,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 @cache
 def domains(context: int) -> dict[str, Corpus]:
-    """Four kinds of text that come with halfstep[lab], each with a part held out: bytes of each installation's own."""
+    """Four kinds of text installed with halfstep[lab], each with a held-out part; bytes vary by installation."""
     site = Path(torch.__file__).parents[1]
     places = {
         "Python": f"{Path(statistics.__file__).parent}/*.py",
@@ -106,7 +106,7 @@ def domains(context: int) -> dict[str, Corpus]:
 
 
 def windows(corpora: Iterable[Corpus], each: int, length: int, generator: torch.Generator) -> Tensor:
-    """`each` windows at random places of each corpus's training part, one corpus after another: (windows, length)."""
+    """`each` windows at random positions of each corpus's training part, corpus by corpus: (windows, length)."""
     found = []
     for corpus in corpora:
         limit = len(corpus.train) - length + 1
@@ -116,7 +116,7 @@ def windows(corpora: Iterable[Corpus], each: int, length: int, generator: torch.
 
 
 def held_out(corpus: Corpus, count: int, length: int) -> Tensor:
-    """`count` windows spread evenly over what is held out."""
+    """`count` windows spread evenly over the held-out part."""
     starts = torch.arange(count, dtype=torch.int64, device="cpu") * (len(corpus.held_out) - length) // count
     return corpus.windows("held_out", starts, length)
 
@@ -124,19 +124,19 @@ def held_out(corpus: Corpus, count: int, length: int) -> Tensor:
 def compared(
     what: str, pairs: dict[str, tuple[Sequence[float], Sequence[float]]], less: str, more: str
 ) -> dict[str, dict[str, Any]]:
-    """By name, the 95% interval of ours - others, paired by seed, and which word it decides for; printed too."""
+    """By name, the 95% interval of ours - others, paired by seed, and its verdict, which are also printed."""
     print(f"\n{what}, 95% intervals:")
     found = {}
     for name, (ours, others) in pairs.items():
         each = difference(ours, others)
         found[name] = {"mean": statistics.fmean(ours) - statistics.fmean(others), "low": each.low, "high": each.high}
-        found[name]["verdict"] = said(each, less, more)
+        found[name]["verdict"] = signed(each, less, more)
         print(f"  {name}: {found[name]['mean']:+.3f} ({each.low:+.3f} to {each.high:+.3f}), {found[name]['verdict']}")
     return found
 
 
 def update(scaler: Any, optimizer: Any, loss: Tensor, most: float = 1.0) -> None:
-    """One step of a prepared optimizer, gradients clipped to a norm of at most `most`."""
+    """One step of a prepared optimizer, with gradients clipped to a norm of at most `most`."""
     scaler.scale(loss).backward()
     scaler.clip_grad_norm_(optimizer, most)
     scaler.step(optimizer)
@@ -145,7 +145,7 @@ def update(scaler: Any, optimizer: Any, loss: Tensor, most: float = 1.0) -> None
 
 
 def in_codes(model: Any, weight: Quantizer, compute: str = "fp32") -> Any:
-    """A copy in evaluation whose linear layers, but for the output head, keep their weights in codes."""
+    """A copy in evaluation mode whose linear layers, except the output head, store their weights as codes."""
     twin, rules = copy.deepcopy(model).eval(), (*KEEP, Rule("*", linear_spec(None, weight, None)))
     halfstep.quantize_model(twin, Recipe("in-codes", "", "", compute=compute, rules=rules))
     return twin

@@ -1,10 +1,11 @@
-"""Switch Transformers (Fedus, Zoph and Shazeer 2021, arXiv 2101.03961): one expert a token, and a router in float32.
+"""Switch Transformers (Fedus, Zoph and Shazeer 2021, arXiv 2101.03961): one expert per token, and a router in float32.
 
-Trains a byte model on Python, C++ headers, Markdown and font metrics: eight experts in one of two blocks, each token in
-the likeliest; the inverse square root schedule, so that every point of a curve is a run of that length. Compared: the
-router in float32, in bfloat16 as the rest, and selectively (cast inside, bfloat16 outside); initial weights of a tenth
-of the usual variance; capacities, beyond which tokens are dropped; a dense model of the same computation a token, at
-equal steps and in CPU time to equal loss; and dropout of experts in fine-tuning on little text.
+Trains a byte model on Python, C++ headers, Markdown and font metrics: eight experts in one of two blocks, each token
+processed by the likeliest; with the inverse square root schedule, under which every point of a curve is a run of that
+length. Compared: the router in float32, in bfloat16 like the rest, and selectively (float32 inside, bfloat16 outside);
+initial weights of a tenth of the usual variance; capacities, beyond which tokens are dropped; a dense model with the
+same computation per token, at equal steps and by CPU time to equal loss; and dropout of experts in fine-tuning on
+little text.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from study import Kept, difference, domains, held_out, options, paired, said, table, text, update, windows
+from study import Kept, difference, domains, held_out, options, paired, signed, table, text, update, windows
 from torch import Tensor, nn
 
 import halfstep
@@ -30,7 +31,7 @@ from halfstep.lab.task import VOCABULARY, Corpus, load_corpus
 
 CONTEXT, EXPERTS, RATE, WARMUP = 64, 8, 3e-3, 30
 SELECTIVE = replace(halfstep.get_recipe("bf16-mixed"), name="bf16-selective", float32_modules=("*.router",))
-ARMS: Mapping[str, tuple[Any, int, dict[str, Any]]] = {  # a recipe, so many times the steps, options of the model
+ARMS: Mapping[str, tuple[Any, int, dict[str, Any]]] = {  # recipe, factor of the steps, options of the model
     "fp32": ("fp32", 2, {}),
     "dense": ("fp32", 2, {"experts": 1}),
     "fp32, usual variance": ("fp32", 2, {"scale": 1.0}),
@@ -62,7 +63,7 @@ def prepared(model: MoE, recipe: Any, rate: float) -> tuple[Any, Any, Any]:
 
 
 def step_of(model: Any, optimizer: Any, scaler: Any, batch: Tensor) -> Output:
-    """One step; what the model returned in it."""
+    """One step; returns the model's output."""
     output: Output = model.train()(batch[:, :-1])
     loss = F.cross_entropy(output.logits.flatten(0, 1), batch[:, 1:].flatten()) + output.balance_loss
     update(scaler, optimizer, loss)
@@ -70,7 +71,7 @@ def step_of(model: Any, optimizer: Any, scaler: Any, batch: Tensor) -> Output:
 
 
 def trained(model: Any, recipe: Any, rate: float, steps: int, draw: Any, at: int, text: Tensor) -> dict[str, Any]:
-    """Train: held-out losses every `at` steps, and the share of tokens that the last step dropped."""
+    """Train: held-out losses every `at` steps, and the share of tokens dropped in the last step."""
     model, optimizer, scaler = prepared(model, recipe, rate)
     curve, dropped = [], 0.0
     for step in range(1, steps + 1):
@@ -88,7 +89,7 @@ def trained(model: Any, recipe: Any, rate: float, steps: int, draw: Any, at: int
 
 
 def step_seconds(rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of a step of four arms, in turn within each round."""
+    """CPU seconds of a step of four arms, interleaved."""
     generator, corpora = torch.Generator().manual_seed(0), domains(CONTEXT).values()
     arms = {arm: prepared(model_of(0, **ARMS[arm][2]), ARMS[arm][0], RATE) for arm in TIMED}
     found: dict[str, list[float]] = {arm: [] for arm in arms}
@@ -103,20 +104,20 @@ def step_seconds(rounds: int) -> dict[str, list[float]]:
 
 @torch.no_grad()
 def evaluated(model: nn.Module, text: Tensor) -> float:
-    """Loss of held-out windows in nats a byte."""
+    """Loss on held-out windows in nats per byte."""
     model.eval()
     parts = [(model(part[:, :-1]).logits.flatten(0, 1), part[:, 1:].flatten()) for part in text.split(32)]
     return fmean(float(F.cross_entropy(*part)) for part in parts)
 
 
 def model_of(seed: int, **options: Any) -> MoE:
-    """A model of two blocks with the seed's weights."""
+    """A model of two blocks, initialized with the seed."""
     torch.manual_seed(seed)
     return MoE(VOCABULARY, CONTEXT, 2, 64, 4, **{"experts": EXPERTS, **options})
 
 
 def study(arm: str, seed: int, steps: int, at: int, count: int = 32, keep: Path | None = None) -> dict[str, Any]:
-    """One arm's run; its weights are kept in a file, where one is given."""
+    """One arm's run; its weights are saved if a file is given."""
     recipe, times, options = ARMS[arm]
     corpora, generator = domains(CONTEXT), torch.Generator().manual_seed(seed)
     text = torch.cat([held_out(corpus, count, CONTEXT + 1) for corpus in corpora.values()])
@@ -130,7 +131,7 @@ def study(arm: str, seed: int, steps: int, at: int, count: int = 32, keep: Path 
 
 
 def tuned(dropout: str, seed: int, steps: int, at: int, kept: Path) -> dict[str, Any]:
-    """Fine-tune the mixture on 32 KB of reStructuredText; what counts is the least loss."""
+    """Fine-tune the mixture on 32 KB of reStructuredText; the result is the smallest loss."""
     if not kept.exists():
         raise SystemExit(f"{kept}, the weights to fine-tune, is not there: give another --out, or remove the JSON file")
     model = model_of(seed, dropout=TUNED[dropout][0], expert_dropout=TUNED[dropout][1])
@@ -142,16 +143,16 @@ def tuned(dropout: str, seed: int, steps: int, at: int, kept: Path) -> dict[str,
 
 
 def small() -> Corpus:
-    """scikit-learn's descriptions of its data sets: the first 32 KB to train on, the rest held out."""
+    """scikit-learn's descriptions of its data sets: the first 32 KB for training, the rest held out."""
     corpus = load_corpus(f"{Path(torch.__file__).parents[1]}/sklearn/datasets/descr/*.rst", CONTEXT)
     whole = torch.cat([corpus.train, corpus.held_out])
     return replace(corpus, train=whole[: 1 << 15], held_out=whole[1 << 15 :])
 
 
-def longer(sparse: list[dict[str, Any]], dense: list[dict[str, Any]]) -> list[float]:
-    """Steps until the worse one of a pair's last losses: the mixture's over the dense model's, by seed.
+def steps_ratio(sparse: list[dict[str, Any]], dense: list[dict[str, Any]]) -> list[float]:
+    """By seed, the steps of the mixture relative to the dense model's to the higher of their final losses.
 
-    Losses between two measurements are on a line.
+    Losses are interpolated linearly between measurements.
     """
     ratios = []
     for pair in zip(sparse, dense, strict=True):
@@ -165,7 +166,7 @@ def longer(sparse: list[dict[str, Any]], dense: list[dict[str, Any]]) -> list[fl
 
 
 def main() -> None:
-    """Train, measure, print and keep."""
+    """Train, measure, print and save."""
     given = options(__doc__ or "", "runs/switch.json", seeds=3)
     torch.set_num_threads(1)
     steps, at, tuning, count, rounds = (2, 1, 1, 1, 1) if given.quick else (240, 40, 60, 32, 60)
@@ -186,8 +187,8 @@ def main() -> None:
 
 
 def report(kept: Kept, found: dict[str, list[dict[str, Any]]], seconds: dict[str, list[float]], seeds: int) -> None:
-    """Print the table and the comparisons, and keep them."""
-    ends = {}  # after as many steps for all; and, where there are more, after those
+    """Print the table and the comparisons, and save them."""
+    ends = {}  # after the same number of steps for all, and after more where an arm has more
     for name, runs in found.items():
         times = ARMS[name][1] if name in ARMS else 1
         ends[name] = [run["curve"][len(run["curve"]) // times - 1] if name in ARMS else run["loss"] for run in runs]
@@ -202,10 +203,10 @@ def report(kept: Kept, found: dict[str, list[dict[str, Any]]], seconds: dict[str
     for ours, other in (*PAIRS, *twins):
         each = difference(ends[ours], ends[other])
         against[f"{ours} / {other}"] = asdict(each)
-        print(f"{ours}, against {other}: {each.low:+.4f} to {each.high:+.4f} ({said(each, 'better', 'worse')})")
+        print(f"{ours}, against {other}: {each.low:+.4f} to {each.high:+.4f} ({signed(each, 'better', 'worse')})")
     medians = {arm: median(values) for arm, values in seconds.items()}
     print("CPU time of a step, median:", ", ".join(f"{arm} {1000 * value:.1f} ms" for arm, value in medians.items()))
-    steps = {variance: longer(*(found[arm] for arm in pair)) for variance, pair in TWINS.items()}
+    steps = {variance: steps_ratio(*(found[arm] for arm in pair)) for variance, pair in TWINS.items()}
     pairs = (("fp32", "dense"), ("bf16, float32 router", "bf16"))
     cost = {" / ".join(pair): medians[pair[0]] / medians[pair[1]] for pair in pairs}
     times = {
@@ -219,7 +220,7 @@ def report(kept: Kept, found: dict[str, list[dict[str, Any]]], seconds: dict[str
 
 
 def picture(found: dict[str, list[dict[str, Any]]], at: int, cost: float, path: Path) -> None:
-    """Loss against CPU time of mixtures and dense models; losses of all arms after as many steps."""
+    """Loss against CPU time of mixtures and dense models, and losses of all arms after equal steps."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     for style, (variance, pair) in zip("-:", TWINS.items(), strict=True):
         for arm, colour, kind in zip(pair, ("C0", "C1"), ("mixture", "dense"), strict=True):

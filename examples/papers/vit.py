@@ -1,4 +1,4 @@
-"""A small vision transformer that takes prompts: the model of foa.py."""
+"""A small vision transformer with optional prompts: the model of foa.py."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Transformer(nn.Module):
     def __init__(self, width: int = 48, depth: int = 2, side: int = SIDE) -> None:
         super().__init__()
         self.patches = nn.Linear(PATCH * PATCH, width)
-        self.places = nn.Embedding(1 + (side // PATCH) ** 2, width)  # the first is the class token
+        self.places = nn.Embedding(1 + (side // PATCH) ** 2, width)  # the first is the class token's
         nn.init.normal_(self.places.weight, std=0.02)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
     def forward(self, x: Tensor, prompts: Tensor | None = None, shift: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
-        """Prompts (count, width) stand behind the class token. The second logits are those of its feature, shifted."""
+        """Prompts (count, width) follow the class token. The second logits are those of its shifted feature."""
         cut = x.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH).flatten(3).flatten(1, 2)
         token, places = self.places.weight.expand(len(x), -1, -1).tensor_split([1], 1)
         given = [] if prompts is None else [prompts.expand(len(x), -1, -1)]
