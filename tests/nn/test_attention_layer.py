@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` follows rules: torch's numbers without rounding, and rounded projections with it."""
+"""`nn.MultiheadAttention` under a recipe: bit-equal to torch without rounding, and its projections rounded by rules."""
 
 import itertools
 import threading
@@ -88,11 +88,9 @@ KINDS = ["memory", "self", "apart"]
 @pytest.mark.parametrize(
     ("option", "kind"), slow_unless(in_turn([*OPTIONS], KINDS).__contains__, itertools.product(OPTIONS, KINDS))
 )
-def test_without_rounding_it_is_torchs_own(option, kind):
-    """Bit for bit, in float32, in training; every mask, with and without weights.
-
-    (The gradient of a bias is a sum of rows, and torch's takes them in another order where the batch comes first.)
-    """
+def test_attention_without_rounding_equals_torchs(option, kind):
+    """In float32 and in training, bit for bit, for every mask, with and without attention weights. (Gradients of biases
+    are sums over rows, which torch adds in another order if batch_first.)"""
     if kind == "self" and "kdim" in option:
         pytest.skip("queries, keys and values of other widths")
     stock, module = made(**OPTIONS[option]), made(**OPTIONS[option])
@@ -116,7 +114,7 @@ def test_without_rounding_it_is_torchs_own(option, kind):
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_one_sequence_without_a_batch(batch_first):
+def test_unbatched_attention_equals_torchs(batch_first):
     stock, module = made(batch_first=batch_first), made(batch_first=batch_first)
     own_part(module).linear = LinearSpec()
     adopt(module, attention.forward)
@@ -159,7 +157,7 @@ def test_each_projection_follows_its_own_rule():
 
 
 @pytest.mark.filterwarnings("ignore:.*does not round")
-def test_another_forward_is_refused_with_its_out_projection():
+def test_an_overridden_attention_forward_is_not_quantized():
     class Mine(nn.MultiheadAttention):
         def forward(self, *args, **kwargs):
             return super().forward(*args, **kwargs)
@@ -171,7 +169,7 @@ def test_another_forward_is_refused_with_its_out_projection():
     assert report.kept["1.attention.out_proj"] == "nn.MultiheadAttention reads its weight and never calls it"
 
 
-def test_scaling_states_move_and_come_back():
+def test_scaling_states_of_attention_update_and_load():
     class Tokens(Attends):
         def forward(self, x):
             return super().forward(x).mean(0)
@@ -197,8 +195,8 @@ def test_scaling_states_move_and_come_back():
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")  # torch's own, on the fast path
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("padded", [False, True])
-def test_evaluation_rounds_too(padded):
-    """torch's fast path would read the weights and call nothing."""
+def test_evaluation_without_gradients_rounds_instead_of_taking_torchs_fast_path(padded):
+    """torch's fast path reads the weights and calls no layer."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).eval()
@@ -234,13 +232,13 @@ class Padded(nn.Module):
 @for_each(
     "name", [*(FAST - {*SMOOTH}), "fp8-current until 50%, then bf16-mixed", "bf16-mixed until 50%, then fp8-current"]
 )
-@for_each("within", [False, True])
-def test_padding_in_evaluation(name, within):
-    """Where stock autocast fails on a CPU too: what is not padding is what the forward with gradients computes."""
+@for_each("nested", [False, True])
+def test_padded_encoder_in_evaluation_matches_the_forward_with_gradients(name, nested):
+    """Positions that are not padding are compared. Stock autocast fails on a CPU here."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).eval()
-    model = Padded(model).eval() if within else model
+    model = Padded(model).eval() if nested else model
     x, mask = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     expected = model(x, src_key_padding_mask=mask)
     halfstep.apply(model, name)
@@ -252,18 +250,18 @@ def test_padding_in_evaluation(name, within):
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
-def test_the_fast_path_of_others_is_left_on():
-    """Two threads within: torch's switch is the whole process's."""
+def test_a_quantized_encoder_leaves_the_global_fast_path_switch_on():
+    """Seen from within two concurrent forwards: the switch is global to the process."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     model, seen, both = nn.TransformerEncoder(layer, 1).eval(), [], threading.Barrier(2)
     halfstep.apply(model, "fp8-current")
 
-    def within(*_):
+    def nested(*_):
         both.wait(20)
         seen.append(torch.backends.mha.get_fastpath_enabled())
         both.wait(20)
 
-    model.layers[0].dropout.register_forward_hook(within)
+    model.layers[0].dropout.register_forward_hook(nested)
     threads = [threading.Thread(target=model, args=(torch.ones(2, 5, 8),)) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -276,7 +274,7 @@ def test_the_fast_path_of_others_is_left_on():
 @pytest.mark.slow  # what the fast tests trace goes the same way
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-def test_a_traced_encoder_rounds_alike(training):
+def test_a_traced_encoder_equals_eager(training):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 1)

@@ -1,4 +1,4 @@
-"""Attention's two products round their operands where a recipe asks for it."""
+"""Recipes that round the operands of attention's two matmuls."""
 
 import tomllib
 from dataclasses import replace
@@ -44,7 +44,7 @@ def gpt():
 
 
 @pytest.mark.parametrize("spec", [FP8, linear_spec(MX, MX, MX)], ids=["tensor", "blocks"])
-def test_each_of_the_three_products_rounds_along_its_own_shared_dimension(spec):
+def test_operands_are_rounded_along_the_contracted_dimension_of_each_matmul(spec):
     x, w = draw(2, 3, 64, 32).requires_grad_(), draw(2, 3, 96, 32, seed=1).requires_grad_()
     dy = draw(2, 3, 64, 96, seed=2)
     y = stacked_linear(x, w, spec, torch.float32)
@@ -64,7 +64,7 @@ def test_each_of_the_three_products_rounds_along_its_own_shared_dimension(spec):
 
 
 @pytest.mark.parametrize("how", ["plain", "causal", "padding", "added"])
-def test_without_rounding_it_is_torchs_attention(how):
+def test_attention_without_rounding_matches_scaled_dot_product_attention(how):
     q, k, v = (draw(2, 3, 7, 8, seed=i).requires_grad_() for i in range(3))
     mask = {"padding": (torch.arange(7) < 5).expand(7, 7), "added": draw(2, 1, 7, 7, seed=4)}.get(how)
     options = {"is_causal": how == "causal"}
@@ -77,7 +77,7 @@ def test_without_rounding_it_is_torchs_attention(how):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_it_comes_in_autocasts_dtype(dtype):
+def test_attention_under_autocast_returns_the_autocast_dtype(dtype):
     q, k, v = (draw(1, 2, 5, 16, seed=i) for i in range(3))
     with torch.autocast("cpu", dtype=dtype):
         found = ops.attention(q, k, v, spec=SPEC)
@@ -85,7 +85,7 @@ def test_under_autocast_it_comes_in_autocasts_dtype(dtype):
     torch.testing.assert_close(found.float(), F.scaled_dot_product_attention(q, k, v), rtol=0.2, atol=0.1)
 
 
-def test_dropout_drops_weights_and_keeps_the_mean():
+def test_dropout_keeps_the_mean_of_the_output():
     q, k, v = draw(1, 1, 4, 8), draw(1, 1, 6, 8, seed=1), torch.ones(1, 1, 6, 8)
     torch.manual_seed(0)
     drawn = torch.stack([ops.attention(q, k, v, dropout=0.5, spec=PLAIN) for _ in range(400)])
@@ -93,7 +93,7 @@ def test_dropout_drops_weights_and_keeps_the_mean():
     assert abs(drawn.mean().item() - 1) < 0.05
 
 
-def test_a_recipe_reaches_the_modules_that_form_attention():
+def test_apply_rounds_and_reports_modules_that_compute_attention():
     model, plain = gpt(), gpt()
     report = halfstep.apply(model, DPA)
     assert report.attention == ("blocks.0.attention.mix", "blocks.1.attention.mix")
@@ -108,7 +108,7 @@ def test_a_recipe_reaches_the_modules_that_form_attention():
 
 @pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
-def test_torchs_attention_module_too(weights, causal):
+def test_apply_rounds_the_matmuls_of_torchs_multihead_attention(weights, causal):
     torch.manual_seed(0)
     layer = nn.MultiheadAttention(16, 2, batch_first=True, add_bias_kv=True)
     nn.init.normal_(layer.bias_k)
@@ -133,7 +133,7 @@ def test_torchs_attention_module_too(weights, causal):
 
 @pytest.mark.slow
 @pytest.mark.quick("own")
-def test_it_trains():
+def test_rounded_attention_trains():
     model = gpt()
     model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), recipe=DPA)
     tokens = torch.arange(16).view(2, 8)
@@ -150,14 +150,14 @@ def test_it_trains():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-def test_eager_equals_a_traced_graph():
+def test_a_traced_model_equals_eager():
     model = gpt()
     halfstep.apply(model, DPA)
     tokens = torch.arange(16).view(2, 8)
     assert_same(torch.compile(model, backend="aot_eager")(tokens), model(tokens))
 
 
-def test_a_recipe_with_attention_travels_as_data():
+def test_attention_rules_round_trip_through_dict_and_toml():
     assert from_data(to_data(DPA), get_recipe) == DPA
     assert from_data(tomllib.loads(to_toml(DPA)), get_recipe) == DPA
     scores = {"input": {"format": "e4m3fn", "tile": "tensor", "scale": "current"}}
@@ -172,12 +172,12 @@ DELAYED = Quantizer(formats.get("e4m3fn"), scales=Scales(TENSOR, get_scaling("de
 
 
 @pytest.mark.parametrize("quantizer", [DELAYED, get_quantizer("fp8_128x128")], ids=["state", "square"])
-def test_scalings_that_stacks_do_not_have_are_refused(quantizer):
+def test_unsupported_scalings_of_attention_are_refused(quantizer):
     with pytest.raises(RecipeError, match="its matmuls take scalings without a state"):
         AttentionSpec(scores=linear_spec(quantizer, quantizer, quantizer))
 
 
-def test_attention_that_no_module_forms_is_an_error():
+def test_a_model_without_attention_modules_is_refused():
     with pytest.raises(RecipeError, match="a recipe does not see functional calls"):
         halfstep.apply(nn.Sequential(nn.Linear(4, 4)), DPA)
 
@@ -188,12 +188,12 @@ def test_attention_that_no_module_forms_is_an_error():
     ({"scores": {"input": {"format": "e4m3fn", "tile": "tensor", "scale": "delayed"}}}, "without a state"),
     (3, "expected a table"),
 ])  # fmt: skip
-def test_mistakes_in_data(attention, message):
+def test_invalid_attention_data_is_refused(attention, message):
     with pytest.raises(RecipeError, match=message):
         from_data({"name": "mine", "base": "fp8-current", "attention": attention}, get_recipe)
 
 
-def test_the_module_without_a_recipe_is_torchs_attention():
+def test_dot_product_attention_without_a_recipe_equals_torchs():
     q, k, v = (draw(2, 2, 5, 8, seed=i) for i in range(3))
     found = DotProductAttention()(q, k, v, is_causal=True)
     assert torch.equal(found, F.scaled_dot_product_attention(q, k, v, is_causal=True))
@@ -203,8 +203,8 @@ def test_the_module_without_a_recipe_is_torchs_attention():
 
 
 @pytest.mark.parametrize("square_root", [False, True])
-def test_unit_attention_follows_a_recipe_too(square_root):
-    """Its operands are rounded and its factors stay: gradients are near those without rounding, and not equal."""
+def test_unit_scaled_attention_follows_a_recipe(square_root):
+    """Rounded outputs and gradients are near the unrounded ones, so the unit-scaling factors stay."""
     torch.manual_seed(0)
     layer, x = Attention(32, 4, is_causal=True, square_root=square_root), draw(3, 9, 32).requires_grad_()
 

@@ -1,4 +1,4 @@
-"""Rules that choose layers by depth: which blocks a model has, and which of them a rule means."""
+"""Rules with `blocks = "first 1, last 15%"`: which blocks a model has, and which of them a rule selects."""
 
 import re
 from dataclasses import replace
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks between a first layer and a head."""
+    """A stack of blocks between a first layer and a head."""
 
     def __init__(self, blocks):
         super().__init__()
@@ -74,25 +74,25 @@ def kept(model, recipe):
         ("last 100%", 3, [0, 1, 2]),
     ],
 )
-def test_the_numbers_of_the_blocks(text, count, expected):
+def test_chosen_indices_of_blocks(text, count, expected):
     assert sorted(chosen(text, count)) == list(expected)
 
 
-def test_a_share_is_rounded_to_the_nearest_number():
+def test_a_percentage_is_rounded_to_the_nearest_count():
     for count in range(2, 70):
         for percent in (1, 15, 33, 50, 99):
             exact = Fraction(percent * count, 100)
             assert abs(len(chosen(f"last {percent}%", count)) - max(exact, 1)) <= Fraction(1, 2)
 
 
-NOTHING = (
+INVALID = (
     "", "2", "last", "last -1", "last 0", "last 1.5", "last 101%", "middle 2", "last 2 3", "last 2,",
     "first 1, first 2", "last 0%",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("text", NOTHING)
-def test_texts_that_mean_nothing(text):
+@pytest.mark.parametrize("text", INVALID)
+def test_invalid_blocks_are_refused(text):
     with pytest.raises(RecipeError, match=r"blocks = .* of a rule; expected numbers or shares"):
         Rule("*", LinearSpec(), blocks=text)
 
@@ -101,7 +101,7 @@ def test_texts_that_mean_nothing(text):
     "holder",
     [nn.ModuleList, lambda b: nn.Sequential(*b), lambda b: nn.ModuleDict({str(i): m for i, m in enumerate(b)})],
 )
-def test_layers_of_the_blocks_are_kept_and_others_rounded(holder):
+def test_layers_in_the_chosen_blocks_are_kept_and_others_quantized(holder):
     torch.manual_seed(0)
     model = Model(holder(blocks(4)))
     report = halfstep.apply(model, keeping("first 1, last 2"))
@@ -110,14 +110,14 @@ def test_layers_of_the_blocks_are_kept_and_others_rounded(holder):
     assert model(torch.randn(3, 8)).isfinite().all()
 
 
-def test_experts_in_a_block_are_of_its_depth():
+def test_experts_count_with_the_block_that_contains_them():
     model = Model(nn.ModuleList(blocks(3, experts=2)))
     assert list(stacks(model, [p for p, m in model.named_modules() if isinstance(m, nn.Linear)])) == ["layers"]
     assert kept(model, keeping("last 1")) == {f"layers.2{inner}.inner" for inner in ("", ".experts.0", ".experts.1")}
 
 
-def test_what_is_no_block():
-    """Lists of layers, parts of several classes in a row, parts that multiply nothing."""
+def test_models_without_a_stack_of_blocks_are_refused():
+    """Lists of layers, consecutive modules of several classes, modules without matmuls."""
     for model in (
         nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)),
         nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),
@@ -133,16 +133,16 @@ def test_what_is_no_block():
         assert kept(model, keeping("last 1", optional=True)) == set()
 
 
-def test_a_model_that_is_its_blocks():
+def test_a_sequential_of_blocks_is_a_stack():
     assert kept(nn.Sequential(*blocks(3)), keeping("last 1")) == {"2.inner"}
 
 
-def test_parts_of_several_classes_in_a_dict_are_no_blocks():
+def test_modules_of_different_classes_in_a_dict_are_no_stack():
     parts = nn.ModuleDict({"encoder": Model(nn.ModuleList(blocks(3))), "pooler": Block()})
     assert kept(parts, keeping("last 1")) == {"encoder.layers.2.inner"}
 
 
-def test_several_stacks_want_a_path_that_chooses_one():
+def test_several_stacks_need_a_path_that_selects_one():
     model = nn.ModuleDict({"encoder": nn.ModuleList(blocks(3)), "decoder": nn.ModuleList(blocks(2))})
     model = nn.ModuleDict({"body": model})
     for optional in (False, True):
@@ -154,7 +154,7 @@ def test_several_stacks_want_a_path_that_chooses_one():
     assert kept(model, keeping("last 1", path="*decoder.*")) == {"body.decoder.1.inner"}
 
 
-def test_a_rule_for_each_stack_as_the_error_says():
+def test_one_rule_per_stack_as_the_error_suggests():
     model = nn.Transformer(8, 2, 2, 3, 16, batch_first=True)
     named = halfstep.get_recipe("nvfp4")
     with pytest.raises(RecipeError, match=r"the paths 'encoder\.layers\.\*' and 'decoder\.layers\.\*'"):
@@ -169,7 +169,7 @@ def test_a_rule_for_each_stack_as_the_error_says():
     assert {path.rpartition(".layers.")[2][0] for path in report.quantized} == {"0", "1"}
 
 
-def test_fewer_blocks_than_are_named():
+def test_a_model_with_fewer_blocks_than_the_rule_names_is_refused():
     with pytest.raises(
         RecipeError,
         match=re.escape("rule '* in blocks last 4', layers: blocks = 'last 4' of a rule, and the model has 3 blocks"),
@@ -177,12 +177,12 @@ def test_fewer_blocks_than_are_named():
         halfstep.apply(Model(nn.ModuleList(blocks(3))), keeping("last 4"))
 
 
-def test_a_path_and_blocks_hold_together():
+def test_a_rule_with_path_and_blocks_needs_both_to_match():
     model = Model(nn.ModuleList(blocks(2, experts=1)))
     assert kept(model, keeping("last 1", path="*experts*")) == {"layers.1.experts.0.inner"}
 
 
-def test_torchs_own_stack():
+def test_layers_of_torchs_transformer_encoder_are_blocks():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
     assert kept(model, keeping("last 1")) == {
@@ -190,7 +190,7 @@ def test_torchs_own_stack():
     }
 
 
-def test_as_data():
+def test_blocks_round_trip_through_data():
     data = {
         "name": "mine",
         "compute": "bf16",

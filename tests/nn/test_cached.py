@@ -1,4 +1,4 @@
-"""Weights that are rounded once for several forwards: the same numbers, fewer roundings, and nothing stale."""
+"""`halfstep.cached_weights`: weights quantized once for several forwards give the same bits, and are never stale."""
 
 import copy
 import sys
@@ -24,7 +24,7 @@ MICRO = 3
 
 
 def steps(name, cached, count=2, model=None, forward=None, then=None):
-    """The gradients and weights of some steps of several micro-batches, and the caches."""
+    """The gradients and weights of `count` steps of several micro-batches, and the caches."""
     model, optimizer, scaler = prepared(name, model)
     found, caches = [], []
     for _ in range(count):
@@ -53,7 +53,7 @@ def test_micro_batches_give_the_same_bits(name):
 
 @pytest.fixture
 def roundings(monkeypatch):
-    """The shapes of what is rounded for a product, by every call of the function that does it."""
+    """The shapes of all matmul operands that are quantized, in order of the calls."""
     seen, real = [], sys.modules["halfstep.ops.operand"].operand
 
     def counted(x, *args, **kwargs):
@@ -65,7 +65,7 @@ def roundings(monkeypatch):
     return seen
 
 
-def test_a_weight_is_rounded_once(roundings):
+def test_a_cached_weight_is_quantized_once_per_step(roundings):
     model, _, _ = prepared("mxfp8", nn.Linear(48, 32, bias=False))
     counts = []
     for cached in (False, True):
@@ -76,11 +76,11 @@ def test_a_weight_is_rounded_once(roundings):
         counts.append(roundings.count((32, 48)))
     assert counts == [2 * MICRO, 2]  # along its rows, and along its columns
     assert (cache.rounded, cache.used) == (1, MICRO)
-    assert cache.nbytes in (2 * 2 * 32 * 48, 2 * 4 * 32 * 48)  # bf16 values for either product; float32 without AVX-512
+    assert cache.nbytes in (2 * 2 * 32 * 48, 2 * 4 * 32 * 48)  # bf16 values for two matmuls; float32 without AVX-512
     assert str(cache) == "1 roundings of weights for 3 products; they took 0.0 MiB at most"
 
 
-def test_evaluation_holds_the_forward_products_side_alone(roundings):
+def test_evaluation_caches_only_the_forward_operand(roundings):
     model, _, _ = prepared("mxfp8", nn.Linear(48, 32, bias=False))
     model.eval()
     x = torch.randn(16, 48)
@@ -97,8 +97,8 @@ def test_evaluation_holds_the_forward_products_side_alone(roundings):
     ("name", "gradients", "training"),
     [("fp8-delayed", False, True), ("fp8-delayed", True, True), ("mxfp8", False, True), ("mxfp8", False, False)],
 )
-def test_evaluation_and_gradients_within_one(name, gradients, training):
-    """What was rounded without gradients is not taken where they are wanted, and the step's amax is recorded."""
+def test_evaluation_before_training_in_one_context_gives_the_same_bits(name, gradients, training):
+    """Weights cached without gradients are not reused with them, and the step's amax is recorded."""
 
     def both(model, x):
         model.eval()
@@ -111,15 +111,15 @@ def test_evaluation_and_gradients_within_one(name, gradients, training):
 
 
 @pytest.mark.parametrize("name", ["fp8-delayed", "coat"])
-def test_checkpointing(name):
+def test_cached_weights_under_checkpointing_give_the_same_bits(name):
     def again(model, x):
         return checkpoint(model, x, use_reentrant=False)
 
     assert_same(steps(name, True, forward=again)[0], steps(name, False, forward=again)[0])
 
 
-def test_attention_projections_and_a_transposed_weight():
-    """Views of a parameter: slices of one for three projections, and transformers' Conv1D."""
+def test_views_of_a_parameter_are_cached():
+    """Slices of one parameter for three attention projections, and the transposed weight of transformers' Conv1D."""
     transformers = pytest.importorskip("transformers")
 
     class Attends(nn.Module):
@@ -141,11 +141,11 @@ def test_attention_projections_and_a_transposed_weight():
     assert [(cache.rounded, cache.used) for cache in caches] == [(6, 6 * MICRO)] * 2
 
 
-# ---- weights that change within it ---------------------------------------------------------------------------------
+# ---- weights that change within the context ----------------------------------------------------------------------
 
 
-def changed(write, name="fp8-current"):
-    """Outputs before and after a write within one context, and without any."""
+def check_after_write(write, name="fp8-current"):
+    """Compare the outputs before and after `write` within the context with those outside of it."""
     outputs = []
     for cached in (False, True):
         model, optimizer, scaler = prepared(name)
@@ -159,17 +159,17 @@ def changed(write, name="fp8-current"):
     assert_same(outputs[1], outputs[0])
 
 
-def test_a_step_within_it():
+def test_an_optimizer_step_within_the_context_refreshes_the_cache():
     def step(model, optimizer, scaler, cache):
         scaler.step(optimizer)
         scaler.update()
 
-    changed(step)
-    changed(step, "fp8-delayed")
+    check_after_write(step)
+    check_after_write(step, "fp8-delayed")
 
 
-def test_a_step_that_torch_does_not_count():
-    """Optimizers that write through .data, as many of one's own do."""
+def test_an_optimizer_that_writes_through_data_refreshes_the_cache():
+    """Writes through .data do not raise a tensor's version counter."""
 
     class Plain(torch.optim.SGD):
         def step(self, closure=None):
@@ -180,11 +180,11 @@ def test_a_step_that_torch_does_not_count():
     def step(model, optimizer, scaler, cache):
         Plain(model.parameters(), lr=1.0).step()
 
-    changed(step)
+    check_after_write(step)
 
 
-def test_scales_that_move_without_a_step():
-    """What was rounded by the older ones is rounded again."""
+def test_scales_that_change_without_a_step_refresh_the_cache():
+    """As in scaler.update() after a backward pass without a step."""
     outputs = []
     for cached in (False, True):
         model, _, scaler = prepared("fp8-delayed")
@@ -201,7 +201,7 @@ def test_scales_that_move_without_a_step():
 
 
 @pytest.mark.parametrize("write", ["in place", "copy", "data is set", "data is set twice", "a new parameter"])
-def test_a_write_that_torch_counts(write):
+def test_a_write_that_raises_the_version_counter_refreshes_the_cache(write):
     def do(model, optimizer, scaler, cache):
         with torch.no_grad():
             if write == "in place":
@@ -210,21 +210,21 @@ def test_a_write_that_torch_counts(write):
                 model[0].weight.copy_(model[0].weight * 1.5)
             elif write == "data is set":
                 model[0].weight.data = model[0].weight.data * 1.5
-            elif write == "data is set twice":  # the second may come to the memory that the first one left
+            elif write == "data is set twice":  # the second may get the storage that the first one freed
                 for _ in range(2):
                     model[0].weight.data = model[0].weight.data * 1.5
             else:
                 model[0].weight = nn.Parameter(model[0].weight * 1.5)
 
-    changed(do)
+    check_after_write(do)
 
 
 def through_data(model):
-    model[0].weight.data[1, 1] += 1  # which the values that each product looks at are not
+    model[0].weight.data[1, 1] += 1  # not among the sampled values that every matmul compares
 
 
-def test_an_average_in_and_out_again():
-    """Through .data, as evaluations of averages do: the weights are at the end what they were."""
+def test_swapping_an_average_in_and_out_through_data_refreshes_the_cache():
+    """As evaluations of averaged weights do it: the weights at the end equal those at the start."""
     outputs = []
     for cached in (False, True):
         model, _, _ = prepared("fp8-current")
@@ -240,7 +240,7 @@ def test_an_average_in_and_out_again():
     assert not torch.equal(*outputs[0][:2])
 
 
-def test_a_few_values_written_through_data_are_an_error():
+def test_single_values_written_through_data_raise_an_error():
     model, optimizer, _ = prepared("fp8-current")
     inside, said = halfstep.cached_weights(model), r"weights of shapes \[\(16, 8\)\] were written to .* \.clear\(\)"
     inside.__enter__()
@@ -248,7 +248,7 @@ def test_a_few_values_written_through_data_are_an_error():
     through_data(model)
     with pytest.raises(ModelError, match=said):
         inside.__exit__(None, None, None)
-    model(batch()[0])  # outside of it all is as it was
+    model(batch()[0])  # works again outside of the context
 
     with halfstep.cached_weights(model):
         model(batch()[0]).sum().backward()
@@ -260,30 +260,30 @@ def test_a_few_values_written_through_data_are_an_error():
         model._halfstep.following.cached.clear()
 
 
-def test_another_stage_of_the_recipe():
-    """What a layer rounds by may change between forwards (`nn.stages`)."""
+def test_another_stage_of_the_recipe_refreshes_the_cache():
+    """`nn.stages` may change a layer's quantizers between forwards."""
 
     def stage(model, optimizer, scaler, cache):
         spec = model[0]._halfstep.linear
         coarser = replace(spec.output.rhs, format=formats.get("e5m2"))
         model[0]._halfstep.linear = replace(spec, output=replace(spec.output, rhs=coarser))
 
-    changed(stage)
+    check_after_write(stage)
 
 
-def test_cleared_by_hand():
+def test_clear_refreshes_the_cache():
     def write(model, optimizer, scaler, cache):
         through_data(model)
         if cache is not None:
             cache.clear()
 
-    changed(write)
+    check_after_write(write)
 
 
-# ---- where there is nothing to round -----------------------------------------------------------------------------
+# ---- where no weight can be cached -------------------------------------------------------------------------------
 
 
-def test_weights_that_are_rounded_with_noise_or_random_signs_are_rounded_for_each_product():
+def test_weights_rounded_stochastically_or_with_random_signs_are_not_cached():
     spec = next(rule.linear for rule in halfstep.get_recipe("nvfp4").rules if rule.linear.rounds)
     assert spec.rounds_weight_once
     assert not LinearSpec().rounds_weight_once
@@ -295,13 +295,13 @@ def test_weights_that_are_rounded_with_noise_or_random_signs_are_rounded_for_eac
         assert not replace(spec, **{which: drawn}).rounds_weight_once
 
 
-def test_a_model_that_follows_no_recipe():
+def test_a_model_without_a_recipe_is_refused():
     with pytest.raises(RecipeError, match="recipe"), halfstep.cached_weights(nn.Linear(2, 2)):
         pass
 
 
 def test_a_sharded_model_is_refused(tmp_path):
-    """FSDP2 frees gathered weights between forwards; rounded ones would stay whole."""
+    """FSDP2 frees gathered weights between forwards, but cached ones would stay unsharded."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
@@ -313,29 +313,29 @@ def test_a_sharded_model_is_refused(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def test_recipes_that_round_no_weight_are_left_alone(recwarn):
+def test_a_recipe_that_quantizes_no_weight_caches_nothing_silently(recwarn):
     model, _, _ = prepared("bf16-mixed")
     with halfstep.cached_weights(model) as cache:
         model(batch()[0])
     assert (cache.rounded, cache.nbytes, len(recwarn)) == (0, 0, 0)
 
 
-def test_weights_that_are_codes_themselves_are_decoded_in_each_forward():
+def test_weights_stored_as_codes_are_not_cached_with_a_warning():
     model, _, _ = prepared("fp4-wang")
     with pytest.warns(UserWarning, match="computed in each forward"), halfstep.cached_weights(model):
         model(batch()[0])
 
 
-def test_a_compiled_model_stays_one_graph_and_says_that_nothing_was_cached():
+def test_a_compiled_model_stays_one_graph_and_warns_that_nothing_was_cached():
     model, _, _ = prepared("fp8-current")
-    torch.compiler.reset()  # beyond torch's limit of graphs a layer runs eagerly
+    torch.compiler.reset()  # beyond torch's recompile limit a layer runs eagerly
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     said = pytest.warns(UserWarning, match=r"no weight was rounded within halfstep\.cached_weights")
     with said, halfstep.cached_weights(model), torch.no_grad():
         compiled(batch()[0])
 
 
-def test_one_within_another_and_a_copy_of_the_model():
+def test_nested_contexts_share_a_cache_and_copies_of_the_model_have_none():
     model, _, _ = prepared("fp8-current")
     with halfstep.cached_weights(model) as outer:
         model(batch()[0])
@@ -349,8 +349,8 @@ def test_one_within_another_and_a_copy_of_the_model():
     assert model._halfstep.following.cached is None
 
 
-def test_frozen_weights_beside_adapters():
-    """LoRA: the base weight takes no gradient, and its product is cached all the same."""
+def test_a_frozen_weight_is_cached():
+    """As a base weight under LoRA, which takes no gradient."""
     model, _, _ = prepared("fp8-current")
     model[0].weight.requires_grad_(False)
     with halfstep.cached_weights(model) as cache:
@@ -362,7 +362,7 @@ def test_frozen_weights_beside_adapters():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", [(3,), (5, 3), (16, 8)])
-def test_the_sum_of_bits_sees_every_element(dtype, shape):
+def test_the_checksum_of_a_weight_depends_on_every_element(dtype, shape):
     weight = nn.Parameter(torch.randn(7 + 200).to(dtype)[3 : 3 + ops.values_of(torch.empty(shape)).numel()].view(shape))
     before = _bits(weight)
     for i in range(weight.numel()):
@@ -375,14 +375,14 @@ def test_the_sum_of_bits_sees_every_element(dtype, shape):
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    """Weights as on a GPU, whose host does not wait to see what a product takes."""
+def as_on_gpu(monkeypatch):
+    """Make the cache treat samples of weights as if they were on a GPU, whose values the host does not wait for."""
     real = CachedWeights._stays
     on_gpu = lambda self, entry: real(self, entry._replace(sample=OnGpu(entry.sample)))  # noqa: E731
     monkeypatch.setattr(CachedWeights, "_stays", on_gpu)
 
 
-def test_on_a_gpu_the_check_finds_out(gpu):
+def test_a_write_through_data_on_a_gpu_is_an_error_at_the_step(as_on_gpu):
     model, optimizer, _ = prepared("fp8-current")
     with halfstep.cached_weights(model), torch.no_grad():
         model(batch()[0])
@@ -396,12 +396,12 @@ def test_on_a_gpu_the_check_finds_out(gpu):
 
 
 @pytest.mark.parametrize("write", ["in place", "copy", "data is set", "a new parameter"])
-def test_on_a_gpu_writes_that_torch_counts_are_no_error(gpu, write):
-    test_a_write_that_torch_counts(write)
+def test_writes_that_raise_the_version_counter_are_no_error_on_a_gpu(as_on_gpu, write):
+    test_a_write_that_raises_the_version_counter_refreshes_the_cache(write)
 
 
 class OnGpu:
-    """A tensor that says it is on a GPU."""
+    """A tensor whose is_cpu and device are those of a GPU's."""
 
     is_cpu, device = False, torch.device("cuda")
 

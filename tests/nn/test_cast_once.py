@@ -1,4 +1,4 @@
-"""Under autocast an input that several layers read is cast once and kept once, and the numbers are torch.autocast's."""
+"""Under autocast an input of several layers is cast and saved once, with the bits of torch.autocast."""
 
 import copy
 
@@ -15,13 +15,13 @@ from halfstep.ops.function import LastInput
 
 
 class Block(nn.Module):
-    """q, k and v read the output of a norm in float32, as in transformers; `between` is called with it, after q did."""
+    """q, k and v read a norm's float32 output, as in transformers. `between` is called with that output after q."""
 
     def __init__(self):
         super().__init__()
         self.norm, self.out = nn.LayerNorm(32), nn.Linear(32, 32)
         self.q, self.k, self.v = (nn.Linear(32, 32, bias=False) for _ in range(3))
-        self.between, self.again, self.join = lambda x: None, None, F.scaled_dot_product_attention
+        self.between, self.reentrant, self.join = lambda x: None, None, F.scaled_dot_product_attention
 
     def attend(self, x):
         x = self.norm(x.float())
@@ -30,9 +30,9 @@ class Block(nn.Module):
         return x + self.out(self.join(q, self.k(x), self.v(x)))
 
     def forward(self, x):
-        if self.again is None:
+        if self.reentrant is None:
             return self.attend(x)
-        return checkpoint(self.attend, x, use_reentrant=self.again)
+        return checkpoint(self.attend, x, use_reentrant=self.reentrant)
 
 
 def stock():
@@ -46,7 +46,7 @@ def prepared(name="bf16-mixed", model=None):
 
 
 class Autocast(nn.Module):
-    """What the recipe stands for: the model under torch.autocast, its output in float32."""
+    """The reference for the recipe: the model under torch.autocast, its output in float32."""
 
     def __init__(self, dtype=torch.bfloat16):
         super().__init__()
@@ -61,7 +61,7 @@ def x():
     return torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(1))
 
 
-def found(model):
+def outputs_and_grads(model):
     y = model(x())
     y.square().mean().backward()
     return [y.detach(), *(parameter.grad for parameter in model.parameters())]
@@ -72,8 +72,8 @@ def equal(one, other):
     return all(map(torch.equal, one, other))
 
 
-def kept(model):
-    """How many storages of 2 x 16 x 32 numbers a forward keeps for its backward."""
+def saved_storages(model):
+    """The number of storages of 2 * 16 * 32 elements that a forward saves for backward."""
     tensors = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: tensors.append(x) or x, lambda x: x):
         model(x())
@@ -81,45 +81,45 @@ def kept(model):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16-mixed", torch.bfloat16), ("fp16-mixed", torch.float16)])
-def test_it_is_kept_once_and_numbers_are_torchs(name, dtype):
+def test_the_cast_input_is_saved_once_and_bits_equal_autocasts(name, dtype):
     ours, theirs = prepared(name), Autocast(dtype)
-    if dtype in carried.CARRIED:  # products of another order
-        assert kept(ours) < kept(theirs)
+    if dtype in carried.CARRIED:  # the emulated matmul sums in another order
+        assert saved_storages(ours) < saved_storages(theirs)
         return
-    assert kept(ours) == kept(theirs) - 2 * 2
-    assert equal(found(ours), found(theirs))
+    assert saved_storages(ours) == saved_storages(theirs) - 2 * 2
+    assert equal(outputs_and_grads(ours), outputs_and_grads(theirs))
 
 
-def test_products_carried_in_float32_keep_it_once_too(monkeypatch):
+def test_emulated_matmuls_save_the_cast_input_once(monkeypatch):
     monkeypatch.setattr(carried, "CARRIED", frozenset([torch.bfloat16]))
-    shared, ends = kept(prepared()), found(prepared())
+    shared, ends = saved_storages(prepared()), outputs_and_grads(prepared())
     monkeypatch.setattr(LastInput, "find", lambda *given: None)
-    assert kept(prepared()) == shared + 2 * 2
-    assert equal(found(prepared()), ends)
+    assert saved_storages(prepared()) == shared + 2 * 2
+    assert equal(outputs_and_grads(prepared()), ends)
 
 
-def test_layers_that_a_filter_leaves_out_of_an_fp8_recipe_share_theirs(monkeypatch):
+def test_layers_outside_the_filter_of_an_fp8_recipe_share_a_cast_input(monkeypatch):
     def model():
         made = stock()
         halfstep.apply(made, "fp8-current", module_filter=lambda module, path: path.startswith("1."))
         return made
 
-    shared, ends = kept(model()), found(model())
+    shared, ends = saved_storages(model()), outputs_and_grads(model())
     monkeypatch.setattr(LastInput, "find", lambda *given: None)
-    assert kept(model()) == shared + 2 * 2
-    assert equal(found(model()), ends)
+    assert saved_storages(model()) == shared + 2 * 2
+    assert equal(outputs_and_grads(model()), ends)
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["not reentrant", "reentrant"])
-def test_activations_that_are_computed_again_are_the_same(again):
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_activation_checkpointing_gives_the_same_bits(reentrant):
     model = prepared()
-    ends = found(model)
+    ends = outputs_and_grads(model)
     model.zero_grad()
-    model[1].again = model[2].again = again
-    assert equal(found(model), ends)
+    model[1].reentrant = model[2].reentrant = reentrant
+    assert equal(outputs_and_grads(model), ends)
 
 
-def test_one_that_is_written_to_is_cast_again():
+def test_an_input_written_in_place_is_cast_again():
     outputs = []
     for model in (prepared(), Autocast()):
         for block in list(getattr(model, "model", model))[1:]:
@@ -128,8 +128,8 @@ def test_one_that_is_written_to_is_cast_again():
     assert torch.equal(*outputs)
 
 
-@sdpa_kernel(SDPBackend.MATH)  # the others have none, and torch 2.14 takes one here
-def test_a_second_derivative_goes_through_it():
+@sdpa_kernel(SDPBackend.MATH)  # other backends have no second derivative, and torch 2.14 takes one of them here
+def test_second_derivatives_equal_autocasts():
     grads = []
     for model in (prepared(), Autocast()):
         given = x().requires_grad_()
@@ -139,7 +139,7 @@ def test_a_second_derivative_goes_through_it():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-def test_forward_mode_goes_through_it():
+def test_forward_mode_tangents_equal_autocasts():
     tangents = []
     for model in (prepared(), Autocast()):
         with torch.autograd.forward_ad.dual_level():
@@ -149,7 +149,7 @@ def test_forward_mode_goes_through_it():
 
 
 def _projections(model, given):
-    """The sum of q, k and v: attention has no tangent."""
+    """The sum of q, k and v, since attention has no forward-mode derivative."""
     first, block = list(getattr(model, "model", model))[:2]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         normed = block.norm(first(given).float())
@@ -158,7 +158,7 @@ def _projections(model, given):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
-def test_transforms_and_tracers_see_a_cast_a_layer():
+def test_function_transforms_and_tracers_cast_once_per_layer():
     model, theirs = prepared(), Autocast()
     for block in (*model[1:], *theirs.model[1:]):  # attention's backward fails under autocast and torch.func
         block.join = torch.addcmul
@@ -175,25 +175,25 @@ def test_transforms_and_tracers_see_a_cast_a_layer():
     assert torch.equal(torch.jit.trace(model, x())(x()), expected)
     assert torch.equal(torch.export.export(model, (x(),)).module()(x()), expected)
     wide = x().repeat(1, 1, 4)
-    if torch.bfloat16 not in carried.CARRIED:  # torch.fx traces no product that is carried
+    if torch.bfloat16 not in carried.CARRIED:  # torch.fx cannot trace an emulated matmul
         with halfstep.following(model):
             assert torch.equal(torch.fx.symbolic_trace(model[1].q)(wide), model[1].q(wide))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert equal(found(compiled), found(copy.deepcopy(model)))
+    assert equal(outputs_and_grads(compiled), outputs_and_grads(copy.deepcopy(model)))
 
 
-def test_without_gradients_and_within_another_autocast_numbers_are_torchs():
+def test_evaluation_and_nested_autocast_equal_autocasts():
     model, theirs = prepared(), Autocast()
     with torch.no_grad():
         assert torch.equal(model(x()), theirs(x()))
     for module in (model, theirs):
         module.eval()
     assert torch.equal(model(x()), theirs(x()))
-    with torch.autocast("cpu", dtype=torch.float16):  # the recipe's own lies within it
+    with torch.autocast("cpu", dtype=torch.float16):  # the recipe's own autocast is nested in it
         assert torch.equal(model(x()), theirs(x()))
 
 
-def test_what_is_reverted_casts_as_torch_does():
+def test_revert_restores_torchs_linear_layers():
     model = prepared()
     halfstep.revert(model)
     assert type(model[1].q) is nn.Linear

@@ -1,4 +1,4 @@
-"""Optimizer steps that nobody ended, and training in eval(), are errors; whatever else changes weights is none."""
+"""Optimizer steps without scaler.update(), and training in eval(), are errors; other changes of weights are not."""
 
 import copy
 import itertools
@@ -20,7 +20,7 @@ from tiny import adamw, assert_same, batch, mlp, model_for, prepared, train
 
 STATEFUL = ("fp8-delayed", "fp8-delayed-megatron")
 every_stateful = pytest.mark.parametrize("name", STATEFUL)
-NOT_ENDED = r"weights have changed and its scaling states have not moved on: call scaler.update\(\) after every"
+NOT_UPDATED = r"weights have changed and its scaling states have not moved on: call scaler.update\(\) after every"
 
 
 def backward(model, rows=slice(None), size=1.0):
@@ -29,7 +29,7 @@ def backward(model, rows=slice(None), size=1.0):
 
 
 def applied(model=None, name="fp8-delayed", kind=adamw):
-    """A model with an optimizer of torch's, which tells the clock nothing."""
+    """A model under `apply` and an optimizer of torch's, whose steps halfstep does not see."""
     model = mlp() if model is None else model
     halfstep.apply(model, name)
     return model, kind(model)
@@ -39,11 +39,11 @@ def states(model):
     return Scalings(model).state_dict()
 
 
-# ---- steps that nobody ended ----------------------------------------------------------------------------------------
+# ---- steps without an update of the scaling states ------------------------------------------------------------------
 
 
 class OnData(torch.optim.Optimizer):
-    """Writes as optimizers of old do: torch counts nothing."""
+    """An optimizer that writes through .data, which does not raise version counters."""
 
     def __init__(self, model):
         super().__init__(model.parameters(), {})
@@ -55,7 +55,7 @@ class OnData(torch.optim.Optimizer):
 
 
 class Looped(nn.Sequential):
-    """torch.compile leaves a loop whose graph breaks out of its graphs, and compiles what is called there."""
+    """A loop with graph breaks: torch.compile skips this frame, and compiles the layers that it calls."""
 
     def forward(self, x):
         for layer in self:
@@ -66,21 +66,21 @@ class Looped(nn.Sequential):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # and that too
-def test_a_step_that_nobody_ended_is_noticed_where_the_graph_of_a_compiled_model_breaks():
+def test_a_missing_update_is_noticed_in_a_compiled_model_with_graph_breaks():
     torch._dynamo.reset()
     model, optimizer = applied(Looped(nn.Linear(4, 4)))
     called = torch.compile(model, backend="eager")
     for _ in range(2):
         called(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-    with pytest.raises(RecipeError, match=NOT_ENDED):
+    with pytest.raises(RecipeError, match=NOT_UPDATED):
         called(torch.ones(2, 4))
 
 
 @every_stateful
 @pytest.mark.parametrize("kind", [adamw, OnData])
 @pytest.mark.parametrize("mode", [True, False])
-def test_the_second_step_of_torchs_optimizer_that_nobody_ended_is_noticed(name, kind, mode):
+def test_a_second_step_of_torchs_optimizer_without_an_update_is_noticed(name, kind, mode):
     model, optimizer = applied(name=name, kind=kind)
     model.train(mode)
     for _ in range(2):
@@ -88,14 +88,16 @@ def test_the_second_step_of_torchs_optimizer_that_nobody_ended_is_noticed(name, 
         optimizer.step()
     with torch.no_grad():
         model(batch()[0])
-    with pytest.raises(RecipeError, match=NOT_ENDED + r" optimizer step, or halfstep.advance\(model\) where there is"):
+    with pytest.raises(
+        RecipeError, match=NOT_UPDATED + r" optimizer step, or halfstep.advance\(model\) where there is"
+    ):
         model(batch()[0])
     if mode:
         halfstep.advance(model)
         backward(model)
 
 
-def test_a_frozen_first_layer_and_parameters_without_gradient_do_not_hide_the_steps():
+def test_a_missing_update_is_noticed_despite_a_frozen_first_layer():
     model = mlp()
     model[0].requires_grad_(False)
     optimizer = adamw(model[3])
@@ -103,7 +105,7 @@ def test_a_frozen_first_layer_and_parameters_without_gradient_do_not_hide_the_st
     for _ in range(2):
         backward(model)
         optimizer.step()
-    with pytest.raises(RecipeError, match=NOT_ENDED):
+    with pytest.raises(RecipeError, match=NOT_UPDATED):
         model(batch()[0])
 
 
@@ -115,8 +117,8 @@ def test_a_frozen_first_layer_and_parameters_without_gradient_do_not_hide_the_st
     ),
 )
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-def test_the_second_step_of_our_optimizer_that_nobody_ended_is_refused(name, compiled):
-    """In a traced graph too, which tells the clock of no forward; and before a weight is written."""
+def test_a_second_step_of_our_optimizer_without_an_update_is_refused(name, compiled):
+    """Before a weight is written; and in a traced graph, whose forwards are not counted."""
     torch._dynamo.reset()
     model, optimizer, scaler = prepared(name)
     called = torch.compile(model, backend="aot_eager") if compiled else model
@@ -125,15 +127,15 @@ def test_the_second_step_of_our_optimizer_that_nobody_ended_is_refused(name, com
     backward(called)
     before = copy.deepcopy(model.state_dict())
     for step in (optimizer.step, lambda: scaler.step(optimizer)):
-        with pytest.raises(RecipeError, match=NOT_ENDED):
+        with pytest.raises(RecipeError, match=NOT_UPDATED):
             step()
     assert_same(dict(model.state_dict()), dict(before))
     scaler.update()
     optimizer.step()
 
 
-def test_steps_without_a_forward_are_no_training():
-    """Gradients written by hand: there is no scale to go stale."""
+def test_steps_without_a_forward_need_no_update():
+    """With gradients set by the user no scale gets stale."""
     model, optimizer, _ = prepared("fp8-delayed")
     for _ in range(3):
         for p in model.parameters():
@@ -141,7 +143,7 @@ def test_steps_without_a_forward_are_no_training():
         optimizer.step()
 
 
-def test_a_step_that_overflowed_under_torchs_scaler_is_none():
+def test_steps_that_torchs_grad_scaler_skips_need_no_update():
     model, optimizer, _ = prepared("fp8-delayed")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for size in (math.inf, math.inf, 1.0):
@@ -152,7 +154,7 @@ def test_a_step_that_overflowed_under_torchs_scaler_is_none():
     halfstep.advance(model)
 
 
-def test_a_reverted_model_lets_its_optimizer_step():
+def test_the_optimizer_of_a_reverted_model_needs_no_update():
     model, optimizer, _ = prepared("fp8-delayed")
     backward(model)
     optimizer.step()
@@ -161,7 +163,7 @@ def test_a_reverted_model_lets_its_optimizer_step():
     optimizer.step()
 
 
-# ---- what changes weights and is no step ----------------------------------------------------------------------------
+# ---- changes of weights that are no steps ---------------------------------------------------------------------------
 
 
 class Words(nn.Module):
@@ -175,7 +177,7 @@ class Words(nn.Module):
 
 @every_stateful
 @pytest.mark.parametrize("how", ["apply", "prepare"])
-def test_an_embedding_that_writes_its_weight_in_the_forward(name, how):
+def test_an_embedding_with_max_norm_is_no_step(name, how):
     torch.manual_seed(0)
     if how == "apply":
         model, optimizer = applied(Words(), name)
@@ -191,7 +193,7 @@ def test_an_embedding_that_writes_its_weight_in_the_forward(name, how):
 
 
 def sam(model, optimizer, perturb):
-    """Sharpness-aware minimisation: up the gradient, a second gradient there, back, and a step."""
+    """Sharpness-aware minimisation: a move up the gradient, a second gradient there, the move undone, and a step."""
     backward(model)
     before = [p.detach().clone() for p in model.parameters()]
     with torch.no_grad():
@@ -217,7 +219,7 @@ def in_place(p, change):
 @every_stateful
 @pytest.mark.parametrize("perturb", [in_place, on_data])
 @pytest.mark.parametrize("how", ["apply", "prepare"])
-def test_sharpness_aware_minimisation(name, perturb, how):
+def test_sharpness_aware_minimisation_is_one_step(name, perturb, how):
     model, optimizer = applied(name=name) if how == "apply" else prepared(name)[:2]
     for _ in range(3):
         sam(model, optimizer, perturb)
@@ -225,7 +227,7 @@ def test_sharpness_aware_minimisation(name, perturb, how):
 
 
 @every_stateful
-def test_averages_put_in_place_clamps_and_loads_between_micro_batches(name):
+def test_loads_and_clamps_of_weights_between_micro_batches_are_no_steps(name):
     model, optimizer, scaler = prepared(name)
     average = torch.optim.swa_utils.AveragedModel(model)
     for _ in range(2):
@@ -257,8 +259,8 @@ class Pair(nn.Module):
 
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("mode", [True, False])
-def test_two_optimizers_on_parts_of_one_model(updates, mode):
-    """As GANs are trained, their scales moved on once for both steps or after each; and an update too many."""
+def test_two_optimizers_on_parts_of_one_model_may_share_an_update(updates, mode):
+    """As GANs are trained: advance() once for both steps or after each, and one call too many."""
     model = Pair()
     halfstep.apply(model, "fp8-delayed")
     optimizers = {part: torch.optim.SGD(getattr(model, part).parameters(), lr=0.01) for part in "DG"}
@@ -280,7 +282,7 @@ def test_two_optimizers_on_parts_of_one_model(updates, mode):
     assert states(model)["G.input"][0] == (448 / x.abs().max().double()).float()
 
 
-def test_two_optimizers_that_tell_of_their_steps():
+def test_two_followed_optimizers_may_share_an_update():
     model = Pair()
     halfstep.apply(model, "fp8-delayed")
     parts = {part: torch.optim.SGD(getattr(model, part).parameters(), lr=0.01) for part in "DG"}
@@ -295,11 +297,11 @@ def test_two_optimizers_that_tell_of_their_steps():
         model(batch()[0], real=False).mean().backward()
         parts[part].step()
     model(batch()[0], real=False).mean().backward()
-    with pytest.raises(RecipeError, match=NOT_ENDED):
+    with pytest.raises(RecipeError, match=NOT_UPDATED):
         parts["D"].step()
 
 
-def test_several_forwards_before_a_backward_and_a_copy_are_no_step():
+def test_several_forwards_before_a_backward_and_a_deepcopy_are_no_steps():
     for model, optimizer in (applied(), prepared("fp8-delayed")[:2]):
         for _ in range(2):
             x = batch()[0]
@@ -342,10 +344,10 @@ def test_training_in_eval_is_refused_at_the_first_step(name, how, trained):
     assert not torch.equal(states(model)["3.weight"], before["3.weight"])
 
 
-@pytest.mark.slow  # the fast test of a traced graph is the one of a second step
+@pytest.mark.slow  # the fast test of a traced graph is that of a second step
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.parametrize("how", ["prepare", "apply"])
-def test_training_a_compiled_model_in_eval_is_refused_too(how):
+def test_training_a_compiled_model_in_eval_is_refused(how):
     torch._dynamo.reset()
     model, optimizer = applied() if how == "apply" else prepared("fp8-delayed")[:2]
     compiled = torch.compile(model.eval(), backend="aot_eager")
@@ -357,7 +359,7 @@ def test_training_a_compiled_model_in_eval_is_refused_too(how):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-def test_a_compiled_model_that_goes_to_eval_before_its_step_is_ended_has_trained():
+def test_eval_of_a_compiled_model_between_step_and_update_is_no_error():
     torch._dynamo.reset()
     model, optimizer, scaler = prepared("fp8-delayed")
     backward(torch.compile(model, backend="aot_eager"))
@@ -368,7 +370,7 @@ def test_a_compiled_model_that_goes_to_eval_before_its_step_is_ended_has_trained
 
 
 @every_stateful
-def test_saliency_between_steps_and_an_update_too_many_move_nothing(name):
+def test_backward_in_eval_and_an_extra_update_leave_scales_unchanged(name):
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler, 2)
     before = states(model)
@@ -377,7 +379,7 @@ def test_saliency_between_steps_and_an_update_too_many_move_nothing(name):
     for _ in range(3):
         model(x).sum().backward()
     optimizer.zero_grad()
-    halfstep.advance(model)  # nothing has stepped
+    halfstep.advance(model)  # no optimizer has stepped
     for key, state in states(model).items():
         assert state[0] == before[key][0]
     model.train()
@@ -389,11 +391,11 @@ def test_saliency_between_steps_and_an_update_too_many_move_nothing(name):
     assert states(model)["0.input"][0] == before["0.input"][0]
 
 
-# ---- batches that are abandoned -------------------------------------------------------------------------------------
+# ---- skipped batches ------------------------------------------------------------------------------------------------
 
 
 @every_stateful
-def test_an_abandoned_batch_leaves_no_trace(name):
+def test_a_skipped_batch_leaves_scaling_states_unchanged(name):
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler, 2)
     before = states(model)
@@ -412,8 +414,8 @@ def test_an_abandoned_batch_leaves_no_trace(name):
 @pytest.mark.parametrize("name", ["fp8-delayed", "fp8-delayed-megatron", "fp8-smooth-swiglu"])
 @pytest.mark.parametrize("trained", [0, 2])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_bad_batch_costs_one_step_of_history(name, trained, bad):
-    """Without a loss scale nobody skips it."""
+def test_a_nonfinite_batch_changes_no_scale_and_costs_one_step_of_history(name, trained, bad):
+    """Without a loss scale the step is not skipped."""
     model, optimizer, scaler = prepared(name, model_for(name))
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -422,7 +424,7 @@ def test_a_bad_batch_costs_one_step_of_history(name, trained, bad):
     x, y = batch()
     x = torch.cat([torch.full((1, 8), bad), x[1:]])
     F.mse_loss(model(x), y).backward()
-    optimizer.zero_grad()  # the user looks at the loss, and goes on
+    optimizer.zero_grad()  # the user sees the loss and skips the step
     scaler.update()
     after = states(model)
     assert all(state.isfinite().all() for state in after.values())
@@ -433,8 +435,9 @@ def test_a_bad_batch_costs_one_step_of_history(name, trained, bad):
     assert states(model)["0.input"][0] == torch.tensor(largest(amax), dtype=torch.float32)
 
 
-def test_a_cold_start_of_many_layers_wakes_them_all_at_once():
-    """Gradients of 1e-6 lie below E5M2's smallest number: with a first factor of 1 one more layer a step has some."""
+def test_tiny_gradients_reach_every_layer_in_the_first_step():
+    """Gradients of 1e-6 lie below E5M2's smallest subnormal: with a first scale of 1 they would reach one more layer
+    per step."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(12)))
     model, _, _ = prepared("fp8-delayed", model)
@@ -448,7 +451,7 @@ def test_a_cold_start_of_many_layers_wakes_them_all_at_once():
     assert_same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
 
 
-# ---- the root's mode decides, not a part's --------------------------------------------------------------------------
+# ---- the root's training mode decides, not a submodule's ------------------------------------------------------------
 
 
 class Layered(nn.Module):
@@ -464,8 +467,8 @@ class Layered(nn.Module):
 @pytest.mark.parametrize("name", ["fp8-delayed", "fp8-delayed-megatron", "fp8lm-o1"])
 @pytest.mark.filterwarnings("ignore:.* is called outside .*:UserWarning", "ignore:.* and not as codes:UserWarning")
 @pytest.mark.parametrize("called", ["root", "parts"])
-def test_a_part_that_is_frozen_or_in_eval_keeps_histories_as_the_others(name, called):
-    """Small activations and gradients pass through it from the first step on, and its factors follow them."""
+def test_a_frozen_submodule_in_eval_updates_its_scaling_states(name, called):
+    """Small activations and gradients pass through it, and its scales follow them."""
     model = Layered()
     model.backbone.requires_grad_(False).eval()
     with torch.no_grad():
@@ -489,10 +492,10 @@ def test_a_part_that_is_frozen_or_in_eval_keeps_histories_as_the_others(name, ca
     assert {len(state[1:].nonzero()) for state in found.values()} == {0 if name == "fp8-delayed-megatron" else 2}
 
 
-# ---- networks that nobody trains -------------------------------------------------------------------------------------
+# ---- target networks -------------------------------------------------------------------------------------------------
 
 
-def follows(target, model, how):
+def update_target(target, model, how):
     with torch.no_grad():
         if how == "load":
             target.load_state_dict(model.state_dict())
@@ -506,8 +509,8 @@ def follows(target, model, how):
 @every_stateful
 @pytest.mark.parametrize("how", ["lerp", "data", "load"])
 @pytest.mark.parametrize("made", ["copied before", "copied", "in eval", "prepared"])
-def test_a_target_network_is_an_average_that_no_step_ends(name, how, made):
-    """As DQN's, called with gradients that nobody asks for, or without any."""
+def test_a_target_network_needs_no_update(name, how, made):
+    """As in DQN, called with and without gradients, which are never computed."""
     model, before = mlp(), mlp()
     model, optimizer, scaler = prepared(name, model)
     target = before if "before" in made or made == "prepared" else copy.deepcopy(model)
@@ -524,17 +527,17 @@ def test_a_target_network_is_an_average_that_no_step_ends(name, how, made):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        follows(target, model, how)
+        update_target(target, model, how)
     assert all(p.grad is None for p in target.parameters())
 
 
-def test_a_network_that_was_a_target_is_told_of_steps_that_nobody_ended():
+def test_a_missing_update_is_noticed_in_a_former_target_network():
     model, optimizer = applied()
     for _ in range(4):
         model(batch()[0])
-        follows(model, mlp(seed=3), "lerp")
+        update_target(model, mlp(seed=3), "lerp")
     for _ in range(2):
         backward(model)
         optimizer.step()
-    with pytest.raises(RecipeError, match=NOT_ENDED):
+    with pytest.raises(RecipeError, match=NOT_UPDATED):
         model(batch()[0])

@@ -1,4 +1,4 @@
-"""Parameters that are codes, as models meet them: state dicts, files, casts, hooks, wrappers, and the way back."""
+"""Models whose parameters are stored as codes: state dicts, files, casts, hooks, wrappers and revert."""
 
 import copy
 import gc
@@ -48,8 +48,8 @@ def backward(model):
 
 @pytest.mark.quick("fp8lm-o1", "fp8lm-o2")
 @every_scaled
-def test_an_average_in_place_through_state_dicts_reaches_the_weights(name):
-    """As ultralytics' and timm's older ModelEMA do it; the entries then have the rounded values."""
+def test_in_place_averages_of_state_dict_entries_reach_the_weights(name):
+    """As older ModelEMA classes of ultralytics and timm do it. The entries then hold the rounded values."""
     model, optimizer, scaler = prepared(name)
     average, _, _ = prepared(name)
     expected = values(average)
@@ -81,8 +81,8 @@ WRITES = {
 @pytest.mark.quick("data-fp8lm-o1", "data_-fp8lm-o2", "out-fp8lm-o1")
 @every_scaled
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_what_is_written_to_an_entry_is_followed(name, write):
-    """By the forward, and by the next step, which starts from there: the master too."""
+def test_writes_to_a_state_dict_entry_change_weight_and_master(name, write):
+    """The next step starts from the written values."""
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler, 1)
     entry, expected = model.state_dict()["0.weight"], values(model)["0.weight"]
@@ -127,7 +127,7 @@ def test_files_hold_plain_values(name, tmp_path):
 
 
 @every_scaled
-def test_a_state_dict_of_parameters_is_them(name):
+def test_state_dict_with_keep_vars_returns_the_parameters(name):
     model, _, _ = prepared(name)
     assert all(
         entry is p for entry, p in zip(model.state_dict(keep_vars=True).values(), model.parameters(), strict=True)
@@ -135,7 +135,7 @@ def test_a_state_dict_of_parameters_is_them(name):
 
 
 @every_scaled
-def test_weights_that_are_put_in_their_place_are_not_stepped_past(name):
+def test_a_step_after_loading_with_assign_is_refused(name):
     model, optimizer, _ = prepared(name)
     model.load_state_dict(mlp(3).state_dict(), assign=True)
     backward(model)
@@ -147,7 +147,7 @@ def test_weights_that_are_put_in_their_place_are_not_stepped_past(name):
 
 
 @every_scaled
-def test_conversions_that_change_nothing_change_nothing(name):
+def test_no_op_conversions_keep_parameters_values_and_gradients(name):
     model, optimizer, scaler = prepared(name)
     backward(model)
     before, grads, parameters = (
@@ -175,16 +175,16 @@ def test_casts_are_refused(name, cast):
 
 
 @every_scaled
-def test_hooks_and_attributes_of_a_parameter_stay_on_both_ways(name):
+def test_prepare_and_revert_keep_hooks_and_attributes_of_parameters(name):
     model, seen = mlp(), []
     weight = model[0].weight
     weight.mark = "kept"
-    handles = [weight.register_hook(lambda grad: seen.append("on its way") or grad * 0)]
-    handles += [weight.register_post_accumulate_grad_hook(lambda p: seen.append("there"))]
+    handles = [weight.register_hook(lambda grad: seen.append("hook") or grad * 0)]
+    handles += [weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))]
     model, _, _ = prepared(name, model)
     assert model[0].weight is weight
     backward(model)
-    assert seen == ["on its way", "there"]
+    assert seen == ["hook", "accumulated"]
     assert isinstance(weight.grad, CodeTensor)
     assert not weight.grad.values().any()
     for handle in handles:
@@ -214,12 +214,12 @@ def test_deleted_models_are_freed(name):
     assert state["0.weight"].any()
 
 
-# ---- the way back ---------------------------------------------------------------------------------------------------
+# ---- revert ---------------------------------------------------------------------------------------------------------
 
 
 @every_scaled
-def test_the_optimizer_steps_on_after_revert(name):
-    """On the values, in float32: nothing is scaled by a scale that is no more."""
+def test_the_optimizer_steps_in_float32_after_revert(name):
+    """Gradients are no longer multiplied by a scale."""
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler, 2)
     halfstep.revert(model)
@@ -238,7 +238,7 @@ def test_the_optimizer_steps_on_after_revert(name):
 
 
 @every_scaled
-def test_a_loss_of_before_refuses_its_backward_pass(name):
+def test_backward_of_a_forward_before_prepare_or_revert_is_refused(name):
     model = nn.Sequential(nn.Linear(8, 4))
     early = F.mse_loss(model(batch()[0]), batch()[1])
     prepared(name, model)
@@ -250,7 +250,7 @@ def test_a_loss_of_before_refuses_its_backward_pass(name):
         late.backward()
 
 
-# ---- whose weights, and what wraps them -----------------------------------------------------------------------------
+# ---- fused, shared and wrapped weights ------------------------------------------------------------------------------
 
 
 @pytest.mark.quick("fp8lm-o3")
@@ -273,7 +273,7 @@ def test_fused_and_shared_weights_are_codes_and_train(name):
     assert (found - expected).norm() <= near * expected.norm()
 
 
-def test_experts_in_one_stack_stay_values_and_say_so():
+def test_stacked_experts_are_not_stored_as_codes_and_reported():
     config = MixtralConfig(hidden_size=8, intermediate_size=12, num_local_experts=4, num_experts_per_tok=2)
     model = nn.ModuleDict({"experts": MixtralExperts(config), "mlp": nn.Linear(8, 8)})
     for parameter in model.parameters():
@@ -301,11 +301,11 @@ def halved(layer, how):
 
 
 CHANGES = {"spectral norm": parametrizations.spectral_norm, "halved": partial(halved, how=Halved)}
-CHANGES |= {"kept": partial(halved, how=Kept)}  # its values are written anew, and are no codes
+CHANGES |= {"kept": partial(halved, how=Kept)}  # registration writes new values, which are no codes
 
 
 @for_each("name, change", in_turn(SCALED, list(CHANGES)))
-def test_a_weight_that_is_parametrized_after_prepare(name, change):
+def test_a_weight_parametrized_after_prepare_trains_and_reverts(name, change):
     losses = []
     for recipe in ("bf16-mixed", name):
         model, optimizer, scaler = prepared(recipe)
@@ -341,7 +341,7 @@ def one_rank(tmp_path):
 @pytest.mark.quick("{}-fp4-wang", "{'gradient_as_bucket_view': True}-fp8lm-o1", "{'static_graph': True}-fp8lm-o1")
 @every_scaled
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
-def test_ddp_on_one_rank_is_the_loop_without(name, options, one_rank):
+def test_ddp_on_one_rank_equals_training_without(name, options, one_rank):
     found = []
     for wrapped in (False, True):
         model, optimizer, scaler = prepared(name)
@@ -352,7 +352,7 @@ def test_ddp_on_one_rank_is_the_loop_without(name, options, one_rank):
 
 
 @every_scaled
-def test_sharding_what_was_prepared_is_refused_at_the_first_step(name, one_rank):
+def test_sharding_a_prepared_model_is_refused_at_the_first_step(name, one_rank):
     model, optimizer, _ = prepared(name)
     torch.distributed.fsdp.fully_shard(model, mesh=one_rank)
     backward(model)
@@ -360,7 +360,7 @@ def test_sharding_what_was_prepared_is_refused_at_the_first_step(name, one_rank)
         optimizer.step()
 
 
-def test_a_cast_of_the_model_is_refused_before_anything_is_cast():
+def test_a_refused_cast_leaves_all_dtypes_unchanged():
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 4))
     model, optimizer, scaler = prepared("fp8lm-o3", model)
     before = {name: p.dtype for name, p in model.named_parameters()}

@@ -1,4 +1,5 @@
-"""Weights and gradients that are codes times one power of two: what is stored, and that everybody sees the values."""
+"""Weights and gradients stored as codes times one power-of-two scale: what is stored, and that models see the
+values."""
 
 import copy
 from dataclasses import replace
@@ -41,8 +42,8 @@ INPUTS = {
 
 @pytest.mark.parametrize("format", DTYPES)
 @pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
-def test_values_are_the_quantizers(x, format):
-    """Bit for bit, and the codes fill the upper half of the format."""
+def test_decoded_values_equal_the_quantizers(x, format):
+    """Bit for bit; and the largest code lies in the upper half of the format's range."""
     codes, scale = ops.encode_scaled(x, DTYPES[format])
     assert codes.dtype == DTYPES[format]
     reference = Quantizer(formats.get(format), scales=Scales(TENSOR, get_scaling("rceil")))
@@ -56,7 +57,7 @@ def test_values_are_the_quantizers(x, format):
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_every_code_of_8_bits_is_decoded_as_torch_does(dtype):
+def test_all_fp8_codes_decode_to_torchs_values(dtype):
     codes, scale = torch.arange(256, dtype=torch.uint8).view(dtype), torch.tensor(0.25)
     same_bits(ops.decode_scaled(codes, scale), codes.float() * scale)
     same_bits(ops.decode_scaled(codes[::3], scale), codes[::3].float() * scale)
@@ -64,14 +65,14 @@ def test_every_code_of_8_bits_is_decoded_as_torch_does(dtype):
 
 @pytest.mark.parametrize("format", DTYPES)
 @pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
-def test_encoding_values_again_loses_nothing(x, format):
+def test_encoding_decoded_values_is_exact(x, format):
     values = ops.decode_scaled(*ops.encode_scaled(x, DTYPES[format]))
     again = ops.decode_scaled(*ops.encode_scaled(values, DTYPES[format]))
     torch.testing.assert_close(again, values, rtol=0, atol=0, equal_nan=True)
 
 
 def test_fp16_codes_round_as_numpy_does():
-    """11 bits from 2^-30 of the largest value on; a plain cast would flush what is below 2^-24."""
+    """They keep 11 bits from 2^-30 of the largest value on, where a plain cast would flush values below 2^-24."""
     x = torch.randn(1000, generator=torch.Generator().manual_seed(5)) * 2.0**-20
     codes, scale = ops.encode_scaled(x, torch.float16)
     expected = (x.double().numpy() / float(scale)).astype("float16")
@@ -81,7 +82,7 @@ def test_fp16_codes_round_as_numpy_does():
 
 
 @every_scaled
-def test_what_is_stored(name):
+def test_weights_gradients_and_masters_are_stored_in_the_recipes_formats(name):
     """A recipe that did nothing, or rounded in place, would fail here."""
     model, optimizer, _ = prepared(name)
     kept = get_recipe(name).codes
@@ -89,8 +90,8 @@ def test_what_is_stored(name):
     for path, parameter in model.named_parameters():
         codes = path in WEIGHTS
         assert parameter.dtype == parameter.grad.dtype == torch.float32
-        assert stored(parameter) == (kept.weights.scaled_dtype if codes else torch.float32)
-        assert stored(parameter.grad) == (torch.float8_e4m3fn if codes else torch.float32)
+        assert stored_dtype(parameter) == (kept.weights.scaled_dtype if codes else torch.float32)
+        assert stored_dtype(parameter.grad) == (torch.float8_e4m3fn if codes else torch.float32)
         master = optimizer.state[parameter].get(MASTER)
         assert (master is not None) == (codes and kept.master is not None)
         assert master is None or (master.dtype, master.shape) == (torch.float16, parameter.shape)
@@ -98,12 +99,12 @@ def test_what_is_stored(name):
         assert not codes or largest / 2 <= parameter.codes.float().abs().amax() <= largest
 
 
-def stored(tensor):
-    """The dtype of what a tensor keeps."""
+def stored_dtype(tensor):
+    """The dtype of a tensor's codes, or of the tensor."""
     return tensor.codes.dtype if isinstance(tensor, ops.CodeTensor) else tensor.dtype
 
 
-def unrounded(name):
+def unrounded_grads(name):
     """The gradients of a model whose weights are in float32 with the same values."""
     model = mlp()
     model.load_state_dict(prepared(name)[0].state_dict())
@@ -113,18 +114,18 @@ def unrounded(name):
 
 
 @every_scaled
-def test_gradients_are_the_stock_ones_rounded_once(name):
+def test_gradients_equal_the_float32_ones_rounded_once(name):
     model, _, _ = prepared(name)
     F.mse_loss(model(batch()[0]), batch()[1]).backward()
-    for path, expected in unrounded(name).items():
+    for path, expected in unrounded_grads(name).items():
         rounded = ops.decode_scaled(*ops.encode_scaled(expected, torch.float8_e4m3fn))
         assert_same(ops.values_of(model.get_parameter(path).grad), rounded if path in WEIGHTS else expected)
         assert path not in WEIGHTS or not torch.equal(rounded, expected)
 
 
 @every_scaled
-def test_the_optimizer_steps_on_values_and_rounds_them(name):
-    """SGD by hand: values - lr * the decoded gradient, rounded to the stored format (by the master first)."""
+def test_sgd_steps_on_decoded_values_and_rounds_the_result(name):
+    """values - lr * decoded gradient, rounded to the master's format, then to the weight's."""
     model = mlp()
     model, optimizer, _ = prepared(name, model, torch.optim.SGD(model.parameters(), lr=0.5))
     before = {path: optimizer.full(p) for path, p in model.named_parameters()}
@@ -142,7 +143,7 @@ def test_the_optimizer_steps_on_values_and_rounds_them(name):
 @pytest.mark.quick("AdamW-fp8lm-o1", "Adam-fp8lm-o2")
 @every_scaled
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
-def test_the_step_in_one_pass_is_the_reference(name, kind):
+def test_the_fused_step_equals_the_reference(name, kind):
     found = []
     for fused in (True, False):
         model = mlp()
@@ -153,8 +154,9 @@ def test_the_step_in_one_pass_is_the_reference(name, kind):
     assert_same(*found)
 
 
-def test_levels_differ_from_plain_fp8_and_o3_rounds_as_o2_does():
-    """The E4M3 image of a scaled fp16 master is what O2's product rounds its fp16 weight to: bit for bit."""
+def test_levels_differ_from_plain_fp8_and_o3_rounds_like_o2():
+    """O3's weights, a scaled fp16 master rounded to E4M3, equal O2's fp16 weights rounded for the matmul, bit for
+    bit."""
     losses = {name: train(*prepared(name), 8) for name in ("fp8-delayed", *SCALED)}
     assert losses["fp8lm-o2"] == losses["fp8lm-o3"]
     assert len({tuple(of) for of in losses.values()}) == len(losses) - 1
@@ -164,7 +166,7 @@ def test_levels_differ_from_plain_fp8_and_o3_rounds_as_o2_does():
 
 
 @every_scaled
-def test_both_ways_to_zero_gradients(name):
+def test_zero_grad_works_with_and_without_set_to_none(name):
     found = []
     for to_none in (True, False):
         model, optimizer, _ = prepared(name)
@@ -177,7 +179,7 @@ def test_both_ways_to_zero_gradients(name):
 
 @pytest.mark.quick("fp8lm-o1", "fp8lm-o2")
 @every_scaled
-def test_asking_for_gradients_leaves_those_that_are_there(name):
+def test_autograd_grad_leaves_stored_gradients_unchanged(name):
     model, _, _ = prepared(name)
     x, y = batch()
     F.mse_loss(model(x), y).backward()
@@ -185,11 +187,11 @@ def test_asking_for_gradients_leaves_those_that_are_there(name):
     asked = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
     assert_same(grads(model), kept)
     for path, grad in zip(kept, asked, strict=True):
-        assert_same(grad, unrounded(name)[path])
+        assert_same(grad, unrounded_grads(name)[path])
 
 
 @every_scaled
-def test_clipping_takes_the_norm_of_the_values(name):
+def test_gradient_clipping_uses_the_norm_of_decoded_values(name):
     model, optimizer, scaler = prepared(name)
     F.mse_loss(model(batch()[0]), batch()[1]).backward()
     expected = torch.cat([g.flatten() for g in grads(model).values()]).norm()
@@ -197,12 +199,12 @@ def test_clipping_takes_the_norm_of_the_values(name):
 
 
 @every_scaled
-def test_a_gradient_that_is_assigned_is_rounded_too(name):
+def test_an_assigned_gradient_is_rounded(name):
     found = []
     for assigned in (False, True):
         model, optimizer, _ = prepared(name)
         if assigned:
-            for path, grad in unrounded(name).items():
+            for path, grad in unrounded_grads(name).items():
                 model.get_parameter(path).grad = grad
         else:
             F.mse_loss(model(batch()[0]), batch()[1]).backward()
@@ -212,7 +214,7 @@ def test_a_gradient_that_is_assigned_is_rounded_too(name):
 
 
 @every_scaled
-def test_an_infinite_gradient_is_seen(name):
+def test_an_infinite_gradient_skips_the_step(name):
     recipe = replace(get_recipe(name), name="made", loss_scale=get_recipe("fp16-mixed").loss_scale)
     model, optimizer, scaler = prepared(recipe)
     before = copied(model.state_dict())
@@ -230,14 +232,14 @@ def test_an_infinite_gradient_is_seen(name):
 
 
 @every_scaled
-def test_state_dicts_are_a_stock_models(name):
+def test_state_dicts_load_into_a_stock_model(name):
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler)
     stock, state = mlp(), model.state_dict()
     assert {value.dtype for value in state.values()} == {torch.float32}
     stock.load_state_dict(state)
     halfstep.apply(stock, name)
-    for twin in (stock, model):  # neither has the scales of three steps
+    for twin in (stock, model):  # drop the scales of three steps
         for module in twin.modules():
             for key, buffer in module._buffers.items():
                 if "scaling" in key:
@@ -247,8 +249,8 @@ def test_state_dicts_are_a_stock_models(name):
 
 @pytest.mark.quick("fp8lm-o1", "fp8lm-o3")
 @every_scaled
-def test_weights_that_are_loaded_are_followed(name):
-    """By the forward, by the next step, and by the master; also where an optimizer has stepped before."""
+def test_loaded_weights_reach_the_forward_the_step_and_the_master(name):
+    """Also after an optimizer's first steps."""
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler)
     stock = mlp(7).state_dict()
@@ -283,24 +285,26 @@ def test_a_resumed_run_is_exact(name):
 
 @pytest.mark.quick("fp8lm-o1", "fp8lm-o3")
 @every_scaled
-def test_copies_train_alike_and_apart(name):
+def test_deep_copies_train_identically_and_independently(name):
     parts = prepared(name)
     train(*parts, 2)
     before = copied(parts[0].state_dict())
     twin = copy.deepcopy(parts)
     losses = train(*twin, 3)
-    assert {stored(p) for n, p in twin[0].named_parameters() if n in WEIGHTS} == {stored(parts[0][0].weight)}
+    assert {stored_dtype(p) for n, p in twin[0].named_parameters() if n in WEIGHTS} == {
+        stored_dtype(parts[0][0].weight)
+    }
     assert_same(dict(parts[0].state_dict()), dict(before))
     assert train(*parts, 3) == losses
     with pytest.warns(UserWarning, match=r"Sequential.0 is called outside Sequential's forward"):
         F.mse_loss(twin[0][0](batch()[0]), torch.zeros(12, 16)).backward()
     layer = copy.deepcopy(twin[0][0])
     F.mse_loss(layer(batch()[0]), torch.zeros(12, 16)).backward()
-    assert stored(layer.weight.grad) == torch.float8_e4m3fn
+    assert stored_dtype(layer.weight.grad) == torch.float8_e4m3fn
 
 
 @every_scaled
-def test_revert_leaves_the_values_and_nothing_else(name):
+def test_revert_restores_float32_values_and_removes_all_attributes(name):
     model = mlp()
     attributes = [set(vars(m)) for m in model.modules()]
     buffers = dict(model.named_buffers())
@@ -320,17 +324,17 @@ def test_revert_leaves_the_values_and_nothing_else(name):
     torch.optim.AdamW(model.parameters()).step()
 
 
-def test_a_weight_that_others_read_is_codes_to_them_too():
+def test_a_weight_tied_to_an_embedding_is_stored_as_codes():
     model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     model[1].weight = model[0].weight
     model, _, _ = prepared("fp8lm-o3", model)
-    assert [stored(p) for p in model.parameters()] == [torch.float8_e4m3fn, torch.float8_e4m3fn]
+    assert [stored_dtype(p) for p in model.parameters()] == [torch.float8_e4m3fn, torch.float8_e4m3fn]
     model(torch.arange(8)).square().sum().backward()
-    assert [stored(p.grad) for p in model.parameters()] == [torch.float8_e4m3fn, torch.float8_e4m3fn]
+    assert [stored_dtype(p.grad) for p in model.parameters()] == [torch.float8_e4m3fn, torch.float8_e4m3fn]
 
 
 class Reader(nn.Module):
-    """T5's feed-forward layer casts to the dtype of a weight; this one multiplies by one in a helper, too."""
+    """Reads a weight's dtype, as T5's feed-forward layer does, and passes a weight to F.linear."""
 
     def __init__(self):
         super().__init__()
@@ -344,17 +348,19 @@ class Reader(nn.Module):
 def test_a_forward_that_reads_a_weight_sees_its_values(name):
     model = Reader()
     model, _, _ = prepared(name, model)
-    assert {stored(model.wi.weight), stored(model.wo.weight)} == {get_recipe(name).codes.weights.scaled_dtype}
+    assert {stored_dtype(model.wi.weight), stored_dtype(model.wo.weight)} == {
+        get_recipe(name).codes.weights.scaled_dtype
+    }
     stock = Reader()
     stock.load_state_dict(model.state_dict())
     near = {"rtol": 0.1, "atol": 0.2 if name in FOUR else 0.05}  # 4 bits: twice what ten seeds show
     torch.testing.assert_close(model(batch()[0]), stock(batch()[0]), **near)
     model(batch()[0]).square().sum().backward()
-    assert stored(model.wo.weight.grad) == torch.float8_e4m3fn
+    assert stored_dtype(model.wo.weight.grad) == torch.float8_e4m3fn
 
 
 @every_scaled
-def test_a_layer_called_twice_adds_its_gradients_unrounded(name):
+def test_gradients_of_a_layer_called_twice_are_added_before_rounding(name):
     layer = nn.Linear(8, 8)
     model = nn.Sequential(layer, nn.GELU(), layer)
     stock = copy.deepcopy(model)
@@ -368,13 +374,13 @@ def test_a_layer_called_twice_adds_its_gradients_unrounded(name):
 
 
 @every_scaled
-def test_a_step_without_any_gradient_says_so(name):
+def test_a_step_without_any_gradient_is_refused(name):
     _, optimizer, _ = prepared(name)
     with pytest.raises(OptimizerError, match=r"no parameter of this optimizer has a gradient.*under FSDP2 call"):
         optimizer.step()
 
 
-def test_frozen_weights_are_codes_too_and_stay():
+def test_frozen_weights_are_stored_as_codes_and_unchanged():
     model = mlp()
     model[0].weight.requires_grad_(False)
     model, optimizer, scaler = prepared("fp8lm-o1", model, adamw(model[3]))
@@ -384,4 +390,4 @@ def test_frozen_weights_are_codes_too_and_stay():
     assert_same(model[0].weight.codes, codes)
     model[0].weight.requires_grad_()
     F.mse_loss(model(batch()[0]), batch()[1]).backward()
-    assert stored(model[0].weight.grad) == torch.float8_e4m3fn
+    assert stored_dtype(model[0].weight.grad) == torch.float8_e4m3fn

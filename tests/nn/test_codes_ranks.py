@@ -1,4 +1,4 @@
-"""FP8-LM on two ranks: values in float32 that are rounded as codes would be, so that DDP is one process bit for bit."""
+"""FP8-LM on two ranks: under DDP weights are float32 values rounded as codes would be, bit-equal to one process."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def under_ddp(name, rank):
 
 
 def under_fsdp(name):
-    """Sharding gives the model other parameters than the optimizer's: what the step then says."""
+    """The error of the first step: fully_shard replaces the parameters that the optimizer has."""
     from torch.distributed.fsdp import fully_shard
 
     model, optimizer, scaler = prepared(name)
@@ -69,17 +69,17 @@ def in_one_process(name):
     return seen(model, optimizer)
 
 
-def everything(rank):
+def results(rank):
     return {name: (under_ddp(name, rank), under_fsdp(name)) for name in SCALED}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return on_ranks(everything, tmp_path_factory.mktemp("ranks"))
+    return on_ranks(results, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_two_ranks_are_one_process_bit_for_bit(ranks, name):
+def test_ddp_on_two_ranks_equals_one_process(ranks, name):
     expected = in_one_process(name)
     for rank in ranks:
         assert_same(rank[name][0], expected)
@@ -91,7 +91,7 @@ def test_two_ranks_are_one_process_bit_for_bit(ranks, name):
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_an_optimizer_whose_parameters_were_sharded_says_so(ranks, name):
+def test_a_step_after_fully_shard_is_refused(ranks, name):
     for rank in ranks:
         assert "parameters no longer belong to the model" in rank[name][1]
         assert "then fully_shard" in rank[name][1]

@@ -1,4 +1,4 @@
-"""Convolution layers that rules reach: as torch's with rounded operands, whatever their padding or use."""
+"""Convolution layers under rules: torch's results of rounded operands, for every padding and kind of layer."""
 
 import copy
 
@@ -56,7 +56,7 @@ def passes(model, x, **options):
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @for_each("case", LAYERS)
-def test_with_operands_rounded_to_float32_it_is_torchs_layer(case):
+def test_convolutions_of_operands_rounded_to_float32_match_torch(case):
     make, shape = LAYERS[case]
     stock, x = make(), torch.randn(shape)
     model = copy.deepcopy(stock)
@@ -75,8 +75,8 @@ def test_with_operands_rounded_to_float32_it_is_torchs_layer(case):
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @for_each("case", LAYERS)
-def test_padding_is_of_the_values_that_are_rounded(case):
-    """Under bf16-truncate: the stock layer in float32, of operands that numpy cut to 16 bits."""
+def test_padding_applies_to_the_rounded_values(case):
+    """bf16-truncate equals the stock layer in float32 of operands that numpy truncated to 16 bits."""
     make, shape = LAYERS[case]
     stock, x = make(), torch.randn(shape)
     model = copy.deepcopy(stock)
@@ -96,7 +96,7 @@ def truncated(x):
 
 
 class Operands(TorchDispatchMode):
-    """The operands of every convolution, by product: (left, right)."""
+    """Records the operands of every convolution by matmul: (left, right)."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +113,7 @@ class Operands(TorchDispatchMode):
 
 
 def is_rounded(values, raw, quantizer):
-    """Whether values are raw ones rounded as numpy and ml_dtypes do it: cut, or divided by the scale of the tensor."""
+    """Whether values equal raw rounded by numpy and ml_dtypes: truncated, or divided by the tensor's scale and cast."""
     values, raw = values.float(), raw.detach().float()
     if quantizer.scales is None:
         assert quantizer.rounding == "toward_zero"
@@ -127,7 +127,7 @@ def is_rounded(values, raw, quantizer):
 
 
 @pytest.mark.parametrize("name", ["bf16-truncate", "fp8-current"])
-def test_the_operands_of_all_three_products_are_rounded(name):
+def test_operands_of_forward_and_both_gradients_are_rounded(name):
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(8, 4, 3, stride=2))
     halfstep.apply(model, name)
     spec = recipe.get_recipe(name).rules[-1].linear
@@ -155,10 +155,10 @@ def test_the_operands_of_all_three_products_are_rounded(name):
     "name",
     slow_unless({"fp8-current", "bf16-truncate"}.__contains__, [n for n in ROUNDING if n not in ROTATED]),
 )
-def test_every_product_of_the_labs_networks_rounds(name):
-    """The classifier, the detector and the generator with its judge: each convolution is listed, and what reaches
-    torch's convolutions is in the recipe's formats, up to a power of two or a tensor's scale. Of a float32 scale for
-    each row the values come multiplied, in no fixed number of bits (tests/ops/test_rounded_convolution.py)."""
+def test_every_convolution_of_the_labs_networks_gets_rounded_operands(name):
+    """The classifier, the detector, and the generator with its judge. Each convolution is reported, and its operands
+    are in the recipe's formats, up to a power of two or a tensor's scale. Operands with a float32 scale per row are
+    left out, since scaled values have no fixed number of bits (tests/ops/test_rounded_convolution.py)."""
     significant = {q.format.significant_bits for r in recipe.get_recipe(name).rules for q in r.linear.quantizers}
     networks = {
         "cnn": (CNN(10, 8), (torch.randn(4, 1, 8, 8),)),
@@ -185,7 +185,7 @@ def test_every_product_of_the_labs_networks_rounds(name):
 
 
 def has_wide_scales(quantizer):
-    """Whether tiles smaller than the tensor have scales that are no powers of two."""
+    """Whether tiles smaller than the tensor have scales that are not powers of two."""
     scales = quantizer.scales
     return scales is not None and scales.tile != TENSOR and not scales.rule.exact
 
@@ -211,19 +211,19 @@ class Net(nn.Module):
 
 
 @for_each("name", ["fp8-delayed"])
-def test_checkpointed_copied_and_reverted_it_is_the_same(name):
+def test_checkpointed_copied_and_reverted_networks_give_the_same_bits(name):
     reverted(name, Net)
 
 
 @pytest.mark.slow
 @for_each("name", [n for n in EVERY if n not in {*SMOOTH, *PROJECTED}])  # there is no linear layer to project
-def test_so_it_is_under_every_recipe(name):
-    test_checkpointed_copied_and_reverted_it_is_the_same.__wrapped__(name)
+def test_checkpointed_copied_and_reverted_networks_under_every_recipe(name):
+    test_checkpointed_copied_and_reverted_networks_give_the_same_bits.__wrapped__(name)
 
 
 @pytest.mark.quick("fp8-delayed", "fp8-delayed-megatron")
 @pytest.mark.parametrize("name", STATEFUL)
-def test_states_are_of_each_operand_and_move_with_training(name):
+def test_each_operand_has_a_scaling_state_that_only_training_updates(name):
     model, optimizer, scaler = prepared(name, Net())
     spec = recipe.get_recipe(name).rules[-1].linear
     train(model, optimizer, scaler, 2)
@@ -239,21 +239,21 @@ def test_states_are_of_each_operand_and_move_with_training(name):
 
 
 @pytest.mark.parametrize("name", [n for n in EVERY if any(r.linear.accumulates for r in recipe.get_recipe(n).rules)])
-def test_an_accumulator_keeps_a_convolution_and_says_so(name):
+def test_a_rule_with_an_accumulator_keeps_convolutions_unquantized(name):
     report = halfstep.apply(Net(), name)
     assert report.quantized == ("head",)
     assert {*report.kept.values()} == {"a convolution: torch sums in its own order, but the rule sets an accumulator"}
 
 
 @pytest.mark.parametrize("name", ROTATED)
-def test_a_rotation_keeps_a_convolution_and_says_so(name):
-    """The lone Linear is a head; another one rotates."""
+def test_a_rule_with_a_hadamard_transform_keeps_convolutions_unquantized(name):
+    """The lone Linear is an output head, so the model has another one."""
     report = halfstep.apply(nn.ModuleDict({"net": Net(), "last": nn.Linear(16, 4)}), name)
     assert report.quantized == ("last",)
     assert report.kept == {**{f"net.{path}": WINDOWED for path in ("first", "inner", "up")}, "net.head": "output head"}
 
 
-def test_a_filter_and_a_rule_keep_a_convolution():
+def test_a_filter_or_a_rule_keeps_a_convolution():
     report = halfstep.apply(Net(), "fp8-current", lambda module, path: path != "inner")
     assert report.quantized == ("first", "up")
     assert report.kept == {"head": "output head"}
@@ -265,7 +265,7 @@ def test_a_filter_and_a_rule_keep_a_convolution():
 
 
 @pytest.mark.parametrize("names", fast_and_every(ROUNDING, {"fp8-delayed", "fp8lm-o3"}))
-def test_quantised_for_inference_it_computes_what_evaluation_does_and_says_what_stays_whole(names):
+def test_quantize_model_equals_evaluation_and_reports_kept_convolutions(names):
     @for_each("name", names)
     def check(name):
         spec = recipe.get_recipe(name).rules[-1].linear
@@ -296,7 +296,7 @@ def test_quantised_for_inference_it_computes_what_evaluation_does_and_says_what_
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.slow  # what the fast tests trace goes the same way
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "fp8-block"])
-def test_compiled_it_is_the_same(name):
+def test_compiled_training_equals_eager(name):
     torch._dynamo.reset()
     plain, compiled = prepared(name, Net()), prepared(name, Net())
     graph = torch.compile(compiled[0], backend="aot_eager", fullgraph=True)
@@ -304,14 +304,14 @@ def test_compiled_it_is_the_same(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-def test_a_graph_rounds_images_wherever_their_places_lie():
-    """Dynamo cannot ask within a layer's autograd function whether a tensor is contiguous."""
+def test_a_compiled_convolution_of_any_memory_format_equals_eager():
+    """Dynamo cannot call is_contiguous within a layer's autograd Function."""
     model, x = nn.Conv2d(2, 2, 3), torch.randn(1, 2, 4, 4)
     halfstep.apply(model, "fp8-current")
     assert_same(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
 
 
-def test_the_second_derivative_is_refused():
+def test_second_derivatives_and_vmap_are_refused():
     model = nn.Conv1d(2, 2, 3)
     halfstep.apply(model, "fp8-current")
     x = torch.randn(1, 2, 5, requires_grad=True)
@@ -323,8 +323,8 @@ def test_the_second_derivative_is_refused():
 
 
 @pytest.mark.slow
-def test_blocks_longer_than_the_channels_are_short_rows():
-    """A first layer of one channel: each pixel is a block by itself, and a power of two scales it into the format."""
+def test_blocks_longer_than_the_channels_are_cut_to_them():
+    """A first layer of one channel: each pixel is its own block with a power-of-two scale."""
     x, weight = torch.randn(1, 1, 4, 4), torch.randn(2, 1, 3, 3)
     q = get_quantizer("mxfp8_e4m3", scale="rceil")
     window = ops.Window((1, 1), (0, 0), (1, 1))

@@ -1,4 +1,4 @@
-"""Noise in CUDA graphs: replays draw as eager steps do; and what a graph would hold wrongly is an error."""
+"""Stochastic rounding in CUDA graphs: replays draw the seeds of eager steps, and unsupported captures are errors."""
 
 import sys
 import weakref
@@ -24,14 +24,14 @@ GPU = torch.device("cuda")
 
 @pytest.fixture
 def capturing(monkeypatch):
-    """torch says that a CUDA graph is being captured."""
+    """Make torch report that a CUDA graph is being captured."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 
 @pytest.fixture
 def draws(capturing):
-    """It is a graph of ours."""
+    """The draws of an open halfstep.CUDAGraph."""
     made = Draws()
     rounding.opened(made)
     yield made
@@ -39,7 +39,7 @@ def draws(capturing):
 
 
 class OnHost:
-    """A graph's draws with cells that a test can read, whatever device is asked for."""
+    """Draws of a graph whose cells lie on the CPU, whatever device is asked for."""
 
     def __init__(self):
         self._draws, self.taken = Draws(), 0
@@ -52,7 +52,7 @@ class OnHost:
         self._draws.fill()
 
 
-def test_noise_that_replays_would_repeat_is_refused(capturing):
+def test_stochastic_rounding_in_torchs_own_graph_is_refused(capturing):
     x = torch.ones(4)
     with pytest.raises(QuantizationError, match="every replay of the graph would round with the same noise"):
         halfstep.round_to(x, "e4m3fn", "stochastic")
@@ -64,12 +64,12 @@ def test_noise_that_replays_would_repeat_is_refused(capturing):
     halfstep.round_to(x, "e4m3fn")
 
 
-def test_what_is_on_the_host_is_refused_in_a_graph_of_ours(draws):
+def test_stochastic_rounding_of_a_cpu_tensor_during_capture_is_refused(draws):
     with pytest.raises(QuantizationError, match="not on the GPU"):
         halfstep.round_to(torch.ones(4), "e4m3fn", "stochastic")
 
 
-def test_stages_that_nobody_would_count_are_refused(capturing):
+def test_scaler_update_of_a_staged_recipe_during_capture_is_refused(capturing):
     staged = chain(get_recipe("fp8-current"), Stage(get_recipe("bf16-mixed"), 2))
     model = mlp()
     _, _, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), staged)
@@ -77,8 +77,8 @@ def test_stages_that_nobody_would_count_are_refused(capturing):
         scaler.update()
 
 
-def test_a_graph_is_held_while_it_is_open_and_no_longer():
-    """torch 2.10 releases what it keeps for a thread once more than it took it."""
+def test_a_graph_is_referenced_only_while_open():
+    """torch 2.10 releases thread-local objects once more often than it took them."""
     graph = Draws()
     counted, gone = sys.getrefcount(graph), weakref.ref(graph)
     for _ in range(100):
@@ -97,24 +97,24 @@ def test_a_graph_is_held_while_it_is_open_and_no_longer():
 # ---- draws ----------------------------------------------------------------------------------------------------------
 
 
-def drawing(generator=None):
-    """What a step draws: seeds of two generators and signs of several sizes, in an order."""
+def draw_step(generator=None):
+    """What a step draws: seeds of two generators and random signs of several sizes, in order."""
     first = seed_of("stochastic", None, GPU)
     words = rounding.drawn("signs", partial(_drawn_words, 64), 2, GPU)
     return [first, seed_of("stochastic", generator, GPU), *words, rounding.draw_seed(None, GPU)]
 
 
-def as_numbers(drawn):
+def as_unsigned(drawn):
     return [int(number) & (1 << 64) - 1 for number in drawn]
 
 
-def test_each_replay_draws_what_an_eager_step_would(monkeypatch):
-    """In between, others draw, eager steps run, and the generators' states are put back; a capture draws nothing."""
+def test_replays_draw_the_seeds_of_eager_steps(monkeypatch):
+    """Other draws, eager steps and restored generator states come in between; a capture draws nothing."""
     own = torch.Generator().manual_seed(5)
     torch.default_generator.manual_seed(3)
     eager = []
     for _ in range(4):
-        eager.append(as_numbers(drawing(own)))
+        eager.append(as_unsigned(draw_step(own)))
         torch.randperm(7)
 
     own.manual_seed(5)
@@ -124,36 +124,36 @@ def test_each_replay_draws_what_an_eager_step_would(monkeypatch):
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         rounding.opened(graph)
-        cells = drawing(own)
+        cells = draw_step(own)
         rounding.opened(None)
     assert graph.taken == 4
     found = []
     for replayed in (True, False, True):
         if replayed:
             graph.fill()
-            found.append(as_numbers(cells))
+            found.append(as_unsigned(cells))
         else:
-            found.append(as_numbers(drawing(own)))
+            found.append(as_unsigned(draw_step(own)))
         torch.randperm(7)
     saved = torch.get_rng_state(), own.get_state()
     graph.fill()
-    found.append(as_numbers(cells))
+    found.append(as_unsigned(cells))
     assert found == eager
     torch.set_rng_state(saved[0])
     own.set_state(saved[1])
     graph.fill()
-    assert as_numbers(cells) == eager[-1]
+    assert as_unsigned(cells) == eager[-1]
 
 
-def test_a_graph_is_open_while_it_is_captured_and_filled_before_each_replay(monkeypatch, capturing):
-    told = []
+def test_draws_are_open_during_capture_and_filled_before_each_replay(monkeypatch, capturing):
+    calls = []
     for name in ("capture_begin", "capture_end", "replay"):
-        monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda self, *given, name=name, **named: told.append(name))
+        monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda self, *given, name=name, **named: calls.append(name))
     if torch.backends.cuda.is_built() and not torch.cuda.is_available():
         pytest.skip("a torch for CUDA makes no graph without a driver")
     graph = halfstep.CUDAGraph() if torch.backends.cuda.is_built() else object.__new__(halfstep.CUDAGraph)
     graph.replay()
-    for _ in range(2):  # captured anew, it forgets what was drawn before
+    for _ in range(2):  # a second capture forgets the first one's draws
         graph.capture_begin(capture_error_mode="global")
         numbers = iter((5, 6))
         cells = rounding.check_drawing("noise", GPU).cells(lambda drawn=numbers: [next(drawn)], 1, torch.device("cpu"))
@@ -163,7 +163,7 @@ def test_a_graph_is_open_while_it_is_captured_and_filled_before_each_replay(monk
         for number in (5, 6):
             graph.replay()
             assert cells.tolist() == [number]
-    assert told == ["replay", *["capture_begin", "capture_end", "replay", "replay"] * 2]
+    assert calls == ["replay", *["capture_begin", "capture_end", "replay", "replay"] * 2]
 
 
 def test_a_torch_without_cuda_has_no_graphs(monkeypatch):
@@ -172,8 +172,8 @@ def test_a_torch_without_cuda_has_no_graphs(monkeypatch):
         halfstep.CUDAGraph()
 
 
-def test_draws_of_more_than_one_part(draws):
-    """A part more where one is full; no draw is split; what is sent is signed."""
+def test_draws_over_several_buffers_keep_their_order(draws):
+    """A full buffer is followed by another, no draw is split between two, and the values sent are signed."""
     numbers = iter(range(1 << 64))
     device = torch.device("cpu")
     cells = [draws.cells(lambda: [next(numbers) + (1 << 63) for _ in range(3)], 3, device) for _ in range(700)]
@@ -183,7 +183,7 @@ def test_draws_of_more_than_one_part(draws):
 
 
 @pytest.mark.parametrize("seed", [0, 7, 0x9E3779B97F4A7C15, (1 << 64) - 1, 1 << 63, 0xFFFFFFFF])
-def test_noise_of_a_seed_in_memory_is_that_of_the_number(seed):
+def test_a_seed_in_a_tensor_draws_the_noise_of_the_integer(seed):
     cell = torch.tensor(seed - (seed >> 63 << 64))
     assert torch.equal(quant.noise_bits(cell, 16000, 900), quant.noise_bits(seed, 16000, 900))
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
@@ -194,8 +194,8 @@ def test_noise_of_a_seed_in_memory_is_that_of_the_number(seed):
 
 @pytest.mark.quick("nvfp4")
 @pytest.mark.parametrize("name", ["mxfp4-rht", "nvfp4", "bf16-stochastic", "fp8-current", "fp8-smooth-swiglu"])
-def test_a_captured_step_draws_from_no_generator_and_reads_nothing(monkeypatch, name):
-    """On tensors without values, for a graph of torch's own class: seeds are made where the tensors lie."""
+def test_a_captured_step_draws_from_no_generator_and_reads_no_value(monkeypatch, name):
+    """With tensors without values, for torch's own CUDAGraph: seeds are computed on the tensors' device."""
     with fake_cuda(), Reads() as reads, monkeypatch.context() as patch:
         with torch.device("cuda"):
             model = model_for(name)
@@ -211,7 +211,7 @@ def test_a_captured_step_draws_from_no_generator_and_reads_nothing(monkeypatch, 
 
 
 @pytest.mark.parametrize("hadamard", [Hadamard(), Hadamard(2, 3), Hadamard(32, 1), Hadamard(128, 7)], ids=str)
-def test_signs_made_of_whole_numbers(hadamard):
+def test_hadamard_signs_made_from_integer_words_equal_signs(hadamard):
     signs = hadamard.signs()
     words = _words((signs < 0).tolist())
     assert torch.equal(_made_there(words, hadamard.size, None), signs)

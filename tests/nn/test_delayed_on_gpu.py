@@ -1,4 +1,4 @@
-"""Delayed scaling as a GPU does it: what a factor needs is asked for there, and all layers' states move at once."""
+"""Delayed scaling on a GPU: an amax is computed only if the state has no scale, and all states advance at once."""
 
 import pytest
 import torch
@@ -19,20 +19,21 @@ DELAYED = ["fp8-delayed", "fp8-delayed-megatron", "fp8-smooth-swiglu", "fp8lm-o2
 
 
 def trained(recipe, inputs):
-    """The scaling states after each step, and the weights after all."""
+    """The scaling states after each step, and the weights after the last."""
     model, optimizer, scaler = prepared(recipe, model_for(recipe))
-    told = []
+    states = []
     for x, y in inputs:
         scaler.scale(F.mse_loss(model(x), y)).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        told += Scalings(model).state_dict().values()
-    return [*told, *model.parameters()]
+        states += Scalings(model).state_dict().values()
+    return [*states, *model.parameters()]
 
 
 def as_on_a_gpu(patch):
-    """Nothing is known of a state before a pass; what is asked for is 0 where the state has a factor."""
+    """Patch delayed scaling to act as on a GPU: a state's scale is unknown to the host, and an amax is 0 if it has
+    one."""
     seen, whole = [], operand.amax_of
 
     def amax_of(x, unless=None):
@@ -48,9 +49,9 @@ def as_on_a_gpu(patch):
 
 @pytest.mark.quick("fp8-delayed")
 @pytest.mark.parametrize("recipe", mostly_slow(DELAYED))
-def test_the_pass_that_rounds_notes_what_a_pass_before_it_did(monkeypatch, recipe):
-    """With NaN and infinity in one step each, too."""
-    inputs = [batch(seed) for seed in range(24 if recipe == "fp8lm-o2" else 5)]  # its factors begin after 16 steps
+def test_amaxes_recorded_while_rounding_equal_amaxes_computed_before(monkeypatch, recipe):
+    """One step has a NaN input, another an infinity."""
+    inputs = [batch(seed) for seed in range(24 if recipe == "fp8lm-o2" else 5)]  # its scales begin after 16 steps
     inputs[2][0][3, 1] = torch.inf
     inputs[3][0][5, 2] = torch.nan
     expected = trained(recipe, inputs)
@@ -58,13 +59,13 @@ def test_the_pass_that_rounds_notes_what_a_pass_before_it_did(monkeypatch, recip
         seen = as_on_a_gpu(patch)
         found = trained(recipe, inputs)
     assert_same(found, expected)
-    assert True in seen  # just in time
-    assert False in seen  # by a factor that is there
+    assert True in seen  # computed just in time
+    assert False in seen  # left out, since the state has a scale
 
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-smooth-swiglu"])
-def test_a_gpu_reads_an_operand_again_only_where_its_state_has_no_factor(monkeypatch, recipe):
-    """Every amax is asked for beside the factor of an operand's state; the kernel that rounds raises that state's."""
+def test_a_gpu_computes_an_amax_only_if_the_state_has_no_scale(monkeypatch, recipe):
+    """Each amax gets its operand's scale as the condition, and the kernel that rounds records the amax in the state."""
     asked, raised = [], []
 
     def run(x, unless=None, found=None):
@@ -90,9 +91,9 @@ def test_a_gpu_reads_an_operand_again_only_where_its_state_has_no_factor(monkeyp
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_so_does_a_traced_graph():
-    """Beside each operator that rounds by an operand's state and notes the amax there, one that asks for it unless that
-    state has a factor; nothing else reads an operand's magnitudes."""
+def test_a_traced_graph_computes_an_amax_only_if_the_state_has_no_scale():
+    """Each operator that rounds with a state's scale records the amax, one conditional amax operator precedes it, and
+    no other operator computes an operand's amax."""
     graphs = []
 
     def kept(graph, inputs):
@@ -115,7 +116,7 @@ def test_so_does_a_traced_graph():
 
 
 class Launches(TorchDispatchMode):
-    """Counts what is launched: operations that are no views."""
+    """Counts kernel launches: aten operators that are no views."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +129,7 @@ class Launches(TorchDispatchMode):
 
 @pytest.mark.quick("fp8lm-o2")
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8lm-o2", "fp8-fishman"])
-def test_the_states_of_many_layers_move_in_as_many_launches_as_those_of_few(recipe):
+def test_the_number_of_launches_to_advance_states_does_not_depend_on_layers(recipe):
     counts = []
     for layers in (1, 3):
         with fake_cuda():

@@ -1,4 +1,4 @@
-"""Products of a few rows: inference from codes computes what evaluation under the recipe computes, bit for bit."""
+"""Matmuls of a few rows: inference from codes equals evaluation under the recipe, bit for bit."""
 
 import copy
 import pickle
@@ -42,7 +42,7 @@ KNOWN = {
     "int4": get_quantizer("int4_64"),
 }
 PARTS = ("tensor", "nf4", "int8", "posit8")
-"""Of 8 bits with a scale, of 4 bits, whole numbers, and a table; each of the others is compiled anew."""
+"""8 bits with a scale, 4 bits, integers, and a table; each of the others needs another compilation."""
 each_kind = pytest.mark.parametrize("kind", slow_unless(PARTS.__contains__, KNOWN))
 each_compute = pytest.mark.parametrize("compute", slow_unless("bf16".__eq__, ["bf16", "fp32"]))
 UNKNOWN = {
@@ -52,29 +52,29 @@ UNKNOWN = {
 }
 
 
-def made(quantizer, compute="fp32"):
+def recipe_of(quantizer, compute="fp32"):
     return Recipe("made", "", "", compute=compute, rules=(Rule("*", linear_spec(quantizer, quantizer, quantizer)),))
 
 
 def both(quantizer, compute="fp32", layer=None):
-    """A layer that is quantised for inference, and one that follows the recipe, in evaluation."""
+    """A layer that is quantized for inference, and the same layer under the recipe in evaluation."""
     torch.manual_seed(0)
     layer = layer or nn.Linear(COLUMNS, ACROSS)
     model, twin = nn.Sequential(layer), nn.Sequential(copy.deepcopy(layer))
-    halfstep.quantize_model(model, made(quantizer, compute))
-    halfstep.apply(twin, made(quantizer, compute))
+    halfstep.quantize_model(model, recipe_of(quantizer, compute))
+    halfstep.apply(twin, recipe_of(quantizer, compute))
     return model, twin.eval()
 
 
 @pytest.fixture
-def read(monkeypatch):
-    """How many products the kernel has formed, from codes, and from values."""
+def kernel_calls(monkeypatch):
+    """The number of matmuls that the kernel has computed, from codes ("run") and from values ("run_values")."""
     calls = {"run": 0, "run_values": 0}
 
     def counted(name, function):
         def call(*arguments):
             calls[name] += 1
-            calls["run"] -= name == "run_values"  # which calls it
+            calls["run"] -= name == "run_values"  # run_values calls run
             return function(*arguments)
 
         return call
@@ -87,36 +87,36 @@ def read(monkeypatch):
 @pytest.mark.quick("own-bf16-int8", "carried-bf16-nf4", "carried-bf16-tensor", "carried-bf16-posit8")
 @each_kind
 @each_compute
-def test_codes_give_what_values_give(kind, compute, read):
+def test_inference_from_codes_equals_evaluation(kind, compute, kernel_calls):
     model, twin = both(KNOWN[kind], compute)
     for rows in (1, 3, 8):
         x = torch.randn(rows, COLUMNS)
-        before = dict(read)
+        before = dict(kernel_calls)
         y, expected = model(x), twin(x)
         assert_same(y, expected)
-        assert read == {name: count + 1 for name, count in before.items()}
-        exact = twin(x.repeat(9, 1))[:rows]  # the product of many rows
+        assert kernel_calls == {name: count + 1 for name, count in before.items()}
+        exact = twin(x.repeat(9, 1))[:rows]  # the matmul of many rows
         torch.testing.assert_close(y, exact, rtol=2.0**-7 if compute == "bf16" else 2.0**-18, atol=1e-2)
     assert_same(model(x.repeat(9, 1)), twin(x.repeat(9, 1)))
-    assert read == {"run": 3, "run_values": 3}
+    assert kernel_calls == {"run": 3, "run_values": 3}
 
 
 @pytest.mark.quick("own-outliers", "carried-three rows")
 @pytest.mark.parametrize("kind", UNKNOWN)
-def test_what_the_kernel_does_not_know_goes_as_before(kind, read):
+def test_quantizers_without_a_kernel_take_the_general_matmul(kind, kernel_calls):
     model, twin = both(UNKNOWN[kind])
     x = torch.randn(2, COLUMNS)
     assert_same(model(x), twin(x))
-    assert read == {"run": 0, "run_values": 0}
+    assert kernel_calls == {"run": 0, "run_values": 0}
 
 
 @pytest.mark.parametrize("shape", [(95, 70), (16, 70), (96, 3), (96, 4), (160, 65)])
-def test_shapes(shape, read):
+def test_shapes_with_and_without_a_kernel_equal_evaluation(shape, kernel_calls):
     model, twin = both(KNOWN["tensor"], "bf16", nn.Linear(*shape))
     x = torch.randn(2, shape[0])
     assert_same(model(x), twin(x))
     known = shape[0] % 32 == 0 and shape[1] >= 4
-    assert read == {"run": known, "run_values": known}
+    assert kernel_calls == {"run": known, "run_values": known}
     assert model(torch.randn(0, shape[0])).shape == (0, shape[1])
 
 
@@ -124,8 +124,8 @@ def test_shapes(shape, read):
     "kind", slow_unless(PARTS.__contains__, ["mxfp8_e4m3", "nvfp4", "nf4", "int8", "tensor", "fp8_128x128"])
 )
 @each_compute
-def test_hard_inputs(kind, compute):
-    """NaN, infinities, subnormal numbers and signed zeros; rows of zeros; columns that lie far apart in memory."""
+def test_inputs_with_special_values_and_strides_equal_evaluation(kind, compute):
+    """NaN, infinities, subnormal values, signed zeros, rows of zeros, and strided columns."""
     model, twin = both(KNOWN[kind], compute)
     hard = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1e38, -3e38, 1.0, -1.0]).repeat(12)
     special = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0]).repeat(24)
@@ -139,8 +139,8 @@ def test_hard_inputs(kind, compute):
 )
 @each_compute
 @pytest.mark.parametrize("weight", [torch.nan, torch.inf, 3e38, 1e-40, 0.0])
-def test_hard_weights(kind, compute, weight):
-    """Codes and scales that are not numbers, and scales at both ends of float32, in one block of the weight."""
+def test_weights_with_special_values_equal_evaluation(kind, compute, weight):
+    """One block of the weight is NaN, infinite, or needs a scale at either end of float32's range."""
     layer = nn.Linear(COLUMNS, ACROSS)
     with torch.no_grad():
         layer.weight[5, 32:64] = weight
@@ -156,17 +156,17 @@ def test_hard_weights(kind, compute, weight):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bias", [-13, 16])
-def test_a_bias_far_from_float16s(bias, read):
+def test_an_exponent_bias_far_from_float16s_equals_evaluation(bias, kernel_calls):
     format = formats.Float(f"e4m3 bias {bias}", 4, 3, bias, "fn", source="none")
     model, twin = both(Quantizer(format, scales=Scales(Tile(1, 32), get_scaling("absmax"))), "bf16")
     x = torch.randn(1, COLUMNS)
     assert_same(model(x), twin(x))
-    assert read == {"run": 1, "run_values": 1}
+    assert kernel_calls == {"run": 1, "run_values": 1}
 
 
 @pytest.mark.quick("carried")
-def test_every_code(read):
-    """Those that are not finite make the kernel refuse, and the values are read instead."""
+def test_all_fp8_codes_are_read_as_their_values(kernel_calls):
+    """With codes that are not finite the kernel refuses, and the values are read instead."""
     model, _ = both(KNOWN["plain"])
     every = torch.arange(COLUMNS * ACROSS).to(torch.uint8).view(ACROSS, COLUMNS)
     x = torch.randn(1, COLUMNS)
@@ -175,15 +175,15 @@ def test_every_code(read):
         x_rounded = x.to(torch.float8_e4m3fn).double()
         exact = x_rounded @ codes.view(torch.float8_e4m3fn).double().t() + model[0].bias
         torch.testing.assert_close(model(x).double(), exact, rtol=1e-5, atol=1e-2, equal_nan=True)
-    assert read == {"run": 2, "run_values": 1}
+    assert kernel_calls == {"run": 2, "run_values": 1}
 
 
 @pytest.mark.quick("own-posit8_2")
 @pytest.mark.parametrize(
     "name", slow_unless("posit8_2".__eq__, ["posit8_2", "posit16_2", "e4m3fnuz", "dynamic8", "fp16"])
 )
-def test_every_code_of_a_table_is_read(name, read):
-    """NaN and infinities among them."""
+def test_all_codes_of_a_table_are_read_as_their_values(name, kernel_calls):
+    """NaN and infinities included."""
     format = formats.get(name)
     model, _ = both(Quantizer(format), layer=nn.Linear(512, 128, bias=False))
     every = torch.arange(512 * 128).to(torch.uint8 if format.bits == 8 else torch.uint16).view(128, 512)
@@ -201,45 +201,45 @@ def test_every_code_of_a_table_is_read(name, read):
         y = model(x)[0]
         assert torch.equal(y[finite].double(), expected[finite])
         assert y[~finite].isnan().all()
-    assert read["run_values"] == 0
+    assert kernel_calls["run_values"] == 0
 
 
-def test_training_and_gradients_are_as_before(read):
-    """Training sums as it did; evaluation with gradients gives what it gives without."""
+def test_training_does_not_use_the_kernel_and_gradients_equal(kernel_calls):
+    """Evaluation with gradients gives the output of evaluation without."""
     _, twin = both(KNOWN["mxfp8_e4m3"])
     x = torch.randn(1, COLUMNS, requires_grad=True)
     twin.train()(x).sum().backward()
-    assert read == {"run": 0, "run_values": 0}
+    assert kernel_calls == {"run": 0, "run_values": 0}
     grad, x.grad = x.grad, None
     y = twin.eval()(x)
     y.sum().backward()
     assert_same(x.grad, grad)
     with torch.no_grad():
         assert_same(twin(x), y.detach())
-    assert read == {"run": 0, "run_values": 2}
+    assert kernel_calls == {"run": 0, "run_values": 2}
 
 
-def test_a_transposed_weight_and_no_bias(read):
+def test_a_transposed_weight_and_a_layer_without_bias_equal_evaluation(kernel_calls):
     model, twin = both(KNOWN["mxfp8_e4m3"], "bf16", Conv1D(ACROSS, COLUMNS))
     x = torch.randn(1, 2, COLUMNS)
     assert_same(model(x), twin(x))
     model, twin = both(KNOWN["nvfp4"], "bf16", nn.Linear(COLUMNS, ACROSS, bias=False))
     assert_same(model(x), twin(x))
-    assert read == {"run": 2, "run_values": 2}
+    assert kernel_calls == {"run": 2, "run_values": 2}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.parametrize("products", slow_unless("own".__eq__, ["own", "carried"]), indirect=True)
 @pytest.mark.parametrize("kind", slow_unless("tensor".__eq__, ["tensor", "mxfp8_e4m3", "nvfp4"]))
-def test_a_traced_graph_gives_the_same(kind, read):
+def test_a_traced_graph_equals_eager(kind, kernel_calls):
     torch._dynamo.reset()
     model, _ = both(KNOWN[kind], "bf16")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, COLUMNS)
     with torch.no_grad():
         assert_same(compiled(x), model(x))
-    assert read == {"run": 1, "run_values": 1}
+    assert kernel_calls == {"run": 1, "run_values": 1}
 
 
 @pytest.mark.slow  # compiled in parallel
@@ -256,8 +256,8 @@ def test_threads_do_not_change_a_sum():
     assert_same(*results)
 
 
-def test_nothing_of_a_weight_that_was_is_read(read):
-    """What is kept between two products is found again, whoever writes to a weight and however."""
+def test_a_changed_weight_is_read_anew(kernel_calls):
+    """What is cached between two matmuls is computed again after any kind of write."""
     model, _ = both(KNOWN["fp8_128x128"], "bf16")
     other = both(KNOWN["fp8_128x128"], "bf16", nn.Linear(COLUMNS, ACROSS, bias=False))[0]
     layer, x = model[0], torch.randn(2, COLUMNS)
@@ -269,7 +269,7 @@ def test_nothing_of_a_weight_that_was_is_read(read):
         "in place": lambda: [getattr(layer, n).copy_(v) for n, v in other[0].state_dict().items()],
         "loaded": lambda: layer.load_state_dict(other[0].state_dict()),
         "exchanged": lambda: layer.load_state_dict(other[0].state_dict(), assign=True),
-        "memory": lambda: [setattr(getattr(layer, n), "data", v.clone()) for n, v in other[0].state_dict().items()],
+        "data": lambda: [setattr(getattr(layer, n), "data", v.clone()) for n, v in other[0].state_dict().items()],
         "one part": lambda: (
             setattr(layer, "weight_codes", other[0].weight_codes.clone())
             or layer.weight_scale.copy_(other[0].weight_scale)
@@ -284,10 +284,10 @@ def test_nothing_of_a_weight_that_was_is_read(read):
     called = torch.func.functional_call(model, {f"0.{n}": v for n, v in other[0].state_dict().items()}, x)
     assert torch.equal(called, expected)
     assert torch.equal(model(x), before)
-    assert read["run_values"] == 0
+    assert kernel_calls["run_values"] == 0
 
 
-def test_a_copy_or_a_pickle_has_its_own():
+def test_copies_and_pickles_have_their_own_cache():
     model, _ = both(KNOWN["nvfp4"], "bf16")
     x = torch.randn(1, COLUMNS)
     y = model(x)
@@ -299,7 +299,7 @@ def test_a_copy_or_a_pickle_has_its_own():
     assert_same(model(x), model[0].bias.to(torch.bfloat16).float().expand(1, -1))
 
 
-def test_codes_that_are_taken_away_are_freed():
+def test_replaced_codes_are_freed():
     model, _ = both(KNOWN["mxfp8_e4m3"], "bf16")
     model(torch.randn(1, COLUMNS))
     codes = weakref.ref(model[0].weight_codes)
@@ -310,10 +310,10 @@ def test_codes_that_are_taken_away_are_freed():
         model(torch.randn(1, COLUMNS))
 
 
-def test_a_vector_with_torchs_negative_bit_is_read_with_its_sign():
+def test_an_input_with_torchs_negative_bit_is_read_with_its_sign():
     model = nn.Sequential(nn.Linear(256, 64))
     rule = Rule("*", linear_spec(None, get_quantizer("nf4"), None))
-    halfstep.apply(model.eval(), Recipe("weights-nf4", "", "", rules=(rule,)))  # an input that nothing copies
+    halfstep.apply(model.eval(), Recipe("weights-nf4", "", "", rules=(rule,)))  # takes the input uncopied
     x = torch._neg_view(torch.randn(1, 256))
     assert x.is_neg()
     assert torch.equal(model(x), model(x.clone().resolve_neg()))

@@ -1,4 +1,4 @@
-"""A model follows its recipe whoever calls it, and whichever part: compared with its own forward, and with torch."""
+"""Calls of a model and of its parts follow its recipe: compared with its own forward, and with torch."""
 
 import copy
 import functools
@@ -32,7 +32,7 @@ WARNS = r"Coder.encoder is called outside Coder's forward. It follows recipe"
 
 
 class Coder(nn.Module):
-    """What forward computes can be computed by its parts as well: between them is nothing but a maximum with zero."""
+    """Its forward can be computed from its parts: only a ReLU is between them."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def mlp_of(width):
 
 
 class Pair(nn.Module):
-    """A container, with no forward of its own."""
+    """A container without a forward."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ def quiet(function, *args):
 
 
 @every_plain
-def test_parts_called_from_outside_compute_what_forward_computes(name):
+def test_submodules_called_from_outside_equal_the_forward(name):
     model = Coder()
     halfstep.apply(model, name)
     x = batch()[0]
@@ -80,20 +80,20 @@ def test_parts_called_from_outside_compute_what_forward_computes(name):
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_what_the_parts_cannot_know_is_said_once():
+def test_a_submodule_called_from_outside_warns_once():
     model, x = Coder(), batch()[0]
     halfstep.apply(model, "bf16-mixed")
     with torch.no_grad():
-        model.encode(x)  # as transformers' generate calls an encoder: warnings are errors here
+        model.encode(x)  # as transformers' generate calls an encoder: no warning, which is an error here
     with pytest.warns(UserWarning, match=WARNS) as said:
         model.encode(x)
     assert said[0].filename == __file__
-    model.encode(x)  # warnings are errors here: nothing is said again
+    model.encode(x)  # no second warning, which is an error here
     halfstep.revert(model)
     model.encode(x)
 
 
-def test_a_container_has_nothing_in_between():
+def test_submodules_of_a_container_follow_without_a_warning():
     model = Pair()
     halfstep.apply(model, "bf16-mixed")
     stock = copy.deepcopy(model.critic)
@@ -106,12 +106,12 @@ def test_a_container_has_nothing_in_between():
     assert_same(found, expected.float())
 
 
-def test_functional_products_follow_within_the_context_and_nowhere_else():
+def test_functional_matmuls_follow_only_within_the_context():
     model, x = Coder(), torch.randn(4, 8)
     halfstep.apply(model, "bf16-mixed")
     with halfstep.following(model):
         assert (x @ x.t()).dtype == torch.bfloat16
-        assert model(x).dtype == torch.float32  # the model's own outputs leave in float32 there too
+        assert model(x).dtype == torch.float32  # outputs of the model are float32 within the context too
         assert (x @ x.t()).dtype == torch.bfloat16
     assert (x @ x.t()).dtype == torch.float32
     with pytest.raises(ZeroDivisionError), halfstep.following(model):
@@ -123,8 +123,8 @@ def test_functional_products_follow_within_the_context_and_nowhere_else():
         halfstep.following(mlp())
 
 
-def test_losses_and_metrics_of_the_model_are_left_alone():
-    """binary_cross_entropy under autocast is an error of torch's; a loss without parameters is no part to follow."""
+def test_losses_without_parameters_compute_in_float32():
+    """Under autocast binary_cross_entropy is an error of torch's; modules without parameters do not follow."""
     model, x = Coder(), batch()[0]
     halfstep.apply(model, "fp16-mixed")
     loss = model.loss(model(x), torch.ones(12, 4))
@@ -166,7 +166,7 @@ def test_a_patched_forward_follows_the_recipe(name, patched):
         del model.forward
 
 
-def test_a_patch_upon_a_patch_and_what_reverting_leaves():
+def test_nested_patches_work_and_survive_revert():
     model, x = Coder(), batch()[0]
     halfstep.apply(model, "bf16-mixed")
     once = model(x)
@@ -178,21 +178,21 @@ def test_a_patch_upon_a_patch_and_what_reverting_leaves():
     assert not any(key.startswith("_halfstep") for m in model.modules() for key in vars(m))
 
 
-def test_class_and_instance_still_show_the_stock_signature():
+def test_class_and_instance_have_the_stock_forwards_signature():
     model = Coder()
     halfstep.apply(model, "bf16-mixed")
     assert type(model).forward.__wrapped__ is Coder.forward
     assert model.forward.__name__ == "forward"
 
 
-# ---- which calls train ----------------------------------------------------------------------------------------------
+# ---- which calls record amaxes --------------------------------------------------------------------------------------
 
 
 def amaxes(model):
     return {name: float(state[1]) for name, state in Scalings(model).state_dict().items()}
 
 
-def test_scaling_states_follow_the_mode_of_the_root():
+def test_scaling_states_record_by_the_roots_training_mode():
     model, x = mlp(), batch()[0]
     halfstep.apply(model, "fp8-delayed")
     model[0].eval().requires_grad_(False)
@@ -204,13 +204,13 @@ def test_scaling_states_follow_the_mode_of_the_root():
     assert set(amaxes(model).values()) == {0.0}
 
 
-def test_a_part_from_outside_trains_as_its_root_does():
+def test_a_submodule_called_from_outside_records_by_its_roots_mode():
     model, x = Coder(), batch()[0]
     halfstep.apply(model, "fp8-delayed")
     quiet(model.encoder, x)
     assert amaxes(model)["encoder.input"] == x.abs().max()
     halfstep.advance(model)
-    alone = copy.deepcopy(model.encoder)  # has no root, and its own mode decides
+    alone = copy.deepcopy(model.encoder)  # without a root its own mode decides
     alone.eval()
     alone(x)
     assert_same(alone._halfstep_scaling_input[1], torch.tensor(0.0))
@@ -220,11 +220,11 @@ def test_a_part_from_outside_trains_as_its_root_does():
     assert amaxes(model)["encoder.input"] == 0
 
 
-# ---- second calls, threads, graphs ----------------------------------------------------------------------------------
+# ---- recomputation, threads, graphs ---------------------------------------------------------------------------------
 
 
-class Apart(nn.Module):
-    """Part of it is checkpointed, and part of that is out of autocast by the model's own word."""
+class CheckpointedBody(nn.Module):
+    """A body that may be checkpointed, whose second layer disables autocast."""
 
     def __init__(self, reentrant):
         super().__init__()
@@ -242,10 +242,10 @@ class Apart(nn.Module):
 
 @pytest.mark.quick("bf16-mixed", "fp16-mixed")
 @pytest.mark.parametrize("name", mostly_slow([name for name in PLAIN if get_recipe(name).weights == "fp32"]))
-def test_what_a_checkpoint_computes_again_is_what_it_computed(name):
+def test_checkpointing_gives_the_same_gradients(name):
     found = []
     for reentrant in (None, False, True):
-        model, _, _ = prepared(name, Apart(reentrant))
+        model, _, _ = prepared(name, CheckpointedBody(reentrant))
         x = batch()[0].requires_grad_()
         model(x).square().sum().backward()
         found.append([x.grad, *(p.grad.float() for p in model.parameters())])
@@ -253,7 +253,7 @@ def test_what_a_checkpoint_computes_again_is_what_it_computed(name):
     assert_same(found[2], found[0])
 
 
-def test_threads_do_not_share_their_calls():
+def test_following_in_one_thread_does_not_affect_another():
     model, x, found = Pair(), batch()[0], []
     halfstep.apply(model, "bf16-mixed")
     expected = model.critic(x)
@@ -270,7 +270,7 @@ def test_threads_do_not_share_their_calls():
     slow_unless("fp8-current".__eq__, ["fp32", "bf16-mixed", "fp16-master", "fp8-current"]),
 )
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-def test_traced_parts_follow_too(name):
+def test_compiled_submodules_follow_the_recipe(name):
     torch._dynamo.reset()
     model, x = Coder().requires_grad_(False), batch()[0]
     halfstep.apply(model, name)
@@ -278,16 +278,16 @@ def test_traced_parts_follow_too(name):
     compiled = torch.compile(model.decoder, backend="aot_eager", fullgraph=True)
     with halfstep.following(model):
         hidden = model.encode(x)
-    assert_same(compiled(hidden), expected)  # from outside, where nothing else is traced
+    assert_same(compiled(hidden), expected)  # from outside: only the submodule is traced
     model.decoder.compile(backend="aot_eager")
-    assert_same(model(x), expected)  # and within its root
+    assert_same(model(x), expected)  # within its root
 
 
 # ---- classes, copies and pickles ------------------------------------------------------------------------------------
 
 
 class Registered(nn.Module):
-    """A base class that keeps a register of its subclasses, and wants a keyword of them."""
+    """A base class that registers its subclasses, and takes a keyword of them."""
 
     known: tuple = ()
 
@@ -332,7 +332,7 @@ class Concrete(Abstract):
 
 
 class Outermost(nn.Module):
-    """A base class that wraps its subclasses' forwards, and asks which wrapper is the outermost: that one acts."""
+    """A base class that wraps its subclasses' forwards; only the outermost wrapper acts."""
 
     def __init_subclass__(cls):
         forward = cls.forward
@@ -345,7 +345,7 @@ class Outermost(nn.Module):
 
 
 class Always(nn.Module):
-    """A base class whose wrappers all act."""
+    """A base class that wraps its subclasses' forwards; all wrappers act."""
 
     def __init_subclass__(cls):
         forward = cls.forward
@@ -359,7 +359,7 @@ class Always(nn.Module):
 
 @for_each("base", [Outermost, Always])
 @for_each("name", ["bf16-mixed", "fp8-delayed until 50%, then bf16-mixed"])
-def test_a_forward_that_its_base_wraps_is_wrapped_once(name, base):
+def test_a_forward_wrapped_by_its_base_class_is_not_wrapped_again(name, base):
     class Doubled(base):
         def __init__(self):
             super().__init__()
@@ -368,7 +368,7 @@ def test_a_forward_that_its_base_wraps_is_wrapped_once(name, base):
         def forward(self, x):
             return self.body(x)
 
-    model, x = nn.Sequential(Doubled()), batch()[0]  # within another, and as a root
+    model, x = nn.Sequential(Doubled()), batch()[0]  # as a submodule and as a root
     expected = [2 * model[0].body(x), 2 * model[0].body(x)]
     found = []
     for root in (model, model[0]):
@@ -383,7 +383,7 @@ def test_a_forward_that_its_base_wraps_is_wrapped_once(name, base):
 
 
 @pytest.mark.parametrize("kind", [Known, Made, Concrete])
-def test_no_registry_and_no_metaclass_hears_of_an_adoption(kind):
+def test_apply_triggers_no_subclass_hook_and_no_metaclass(kind):
     before = Registered.known, Meta.made
     model = kind()
     halfstep.apply(model, "bf16-mixed")
@@ -398,7 +398,7 @@ def test_no_registry_and_no_metaclass_hears_of_an_adoption(kind):
 
 @pytest.mark.quick("bf16-master", "bf16-stochastic", "fp8lm-o3")
 @pytest.mark.parametrize("name", mostly_slow(EVERY))
-def test_a_saved_model_is_the_model(name):
+def test_a_loaded_model_equals_the_saved_one(name):
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler, 2)
     x, file = batch()[0], io.BytesIO()
@@ -413,7 +413,7 @@ def test_a_saved_model_is_the_model(name):
     assert type(twin) is nn.Sequential
 
 
-def test_a_pickle_names_no_class_that_was_made():
+def test_a_pickle_names_no_generated_class():
     model = mlp()
     halfstep.apply(model, "fp8-current")
     text = pickle.dumps(model)
@@ -421,10 +421,10 @@ def test_a_pickle_names_no_class_that_was_made():
     assert b"_subclass" not in text
 
 
-# ---- all or nothing, and in two steps -------------------------------------------------------------------------------
+# ---- failures, and apply and optimize apart -------------------------------------------------------------------------
 
 
-def test_a_failure_half_way_leaves_nothing_behind(monkeypatch):
+def test_a_failing_apply_leaves_the_model_unchanged(monkeypatch):
     model = mlp()
     kinds, attributes = [type(m) for m in model.modules()], [set(vars(m)) for m in model.modules()]
     monkeypatch.setattr(import_module("halfstep.nn.apply"), "follow", lambda *_: [].pop())
@@ -437,8 +437,8 @@ def test_a_failure_half_way_leaves_nothing_behind(monkeypatch):
 
 @pytest.mark.quick("fp32", "bf16-mixed", "bf16-stochastic")
 @pytest.mark.parametrize("name", mostly_slow(EVERY))
-def test_two_steps_are_one_but_for_the_masters(name):
-    """`apply` rounds the weights, and a master that starts later starts from there."""
+def test_apply_and_optimize_equal_prepare_for_representable_weights(name):
+    """`apply` rounds the weights, so masters that `optimize` makes later start from rounded values."""
     found = []
     for two in (True, False):
         model = model_for(name)
@@ -457,7 +457,7 @@ def test_two_steps_are_one_but_for_the_masters(name):
     assert_same(found[0], found[1])
 
 
-def test_optimize_refuses_what_it_cannot_optimise():
+def test_optimize_refuses_models_without_recipe_or_gradients():
     with pytest.raises(RecipeError, match="follows no recipe"):
         halfstep.optimize(mlp(), adamw(mlp()))
     model = mlp()
@@ -472,8 +472,8 @@ def test_optimize_refuses_what_it_cannot_optimise():
 
 @pytest.mark.quick("fp32", "bf16-mixed", "bf16-stochastic")
 @every_plain
-def test_a_model_without_values_yet(name):
-    """On the meta device: apply, to_empty, load, and train as the model that had its values from the start."""
+def test_a_model_from_the_meta_device_trains_as_one_with_values(name):
+    """apply, to_empty, load_state_dict, then training."""
     with torch.device("meta"):
         model = mlp()
     with pytest.raises(halfstep.HalfstepError, match=r"0.weight is on the meta device.*model.to_empty"):
@@ -490,19 +490,19 @@ def test_a_model_without_values_yet(name):
     assert_same(found[0], found[1])
 
 
-def test_a_model_that_was_loaded_in_16_bits():
+def test_a_model_with_16_bit_weights_warns_unless_the_recipe_stores_them():
     for name in ("bf16-master", "fp16-mixed", "fp8-current", "fp32"):
         with pytest.warns(
             UserWarning, match=r"4 of 4 parameters arrive in 16 bits \(0.weight in torch.bfloat16\).*float32"
         ):
             halfstep.apply(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16(), name)
     for name in ("bf16-nomaster", "bf16-stochastic"):
-        halfstep.apply(mlp().bfloat16(), name)  # warnings are errors here
+        halfstep.apply(mlp().bfloat16(), name)  # no warning, which is an error here
 
 
 @pytest.mark.parametrize("name", ["bf16-mixed", "galore"])
-def test_a_loop_within_following_is_the_loop_outside(name):
-    """Autocast keeps casts of weights as long as it lasts, and would round the products of an update."""
+def test_a_training_loop_within_following_equals_one_outside(name):
+    """Autocast caches casts of weights while it lasts, and would round the matmuls of an optimizer step."""
     found = []
     for around in (halfstep.following, lambda model: nullcontext()):
         model, optimizer, scaler = prepared(name, mlp())
@@ -512,8 +512,8 @@ def test_a_loop_within_following_is_the_loop_outside(name):
     assert_same(*found)
 
 
-def test_a_forward_that_is_put_back_leaves_nothing_behind():
-    """Lightning under DDP sets another forward for each step, and puts back what it found."""
+def test_restoring_a_forward_leaves_no_attribute():
+    """Lightning under DDP sets another forward for each step, and restores the one it found."""
     model, x = prepared("bf16-mixed", mlp())[0], batch()[0]
     expected = model(x)
     for own in (None, lambda x: 2 * x):

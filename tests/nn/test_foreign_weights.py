@@ -1,4 +1,4 @@
-"""Weights that are another library's tensors: left alone where frozen, refused where a recipe would touch them."""
+"""Weights that are tensor subclasses of other libraries: kept if frozen, refused if a recipe would change them."""
 
 import copy
 
@@ -19,7 +19,7 @@ ROUNDS = {name for name in RECIPES if any(rule.linear.rounds for rule in get_rec
 
 
 class Packed(torch.Tensor):
-    """A weight in 8 bits that torch's functions see in float32, as torchao's are: only `linear` knows it."""
+    """An int8 weight that looks like float32 to torch's functions, as torchao's are; only `linear` supports it."""
 
     @staticmethod
     def __new__(cls, codes, scale, requires_grad=False):
@@ -54,7 +54,7 @@ def packed(layer, trained=False):
 
 
 class Adapted(nn.Module):
-    """A frozen base and a low-rank adapter beside it."""
+    """A frozen base and a low-rank adapter."""
 
     def __init__(self, base):
         super().__init__()
@@ -93,7 +93,7 @@ def steps(name, model, **options):
 @pytest.mark.quick("own-bf16-mixed", "own-fp16-mixed", "carried-fp32")
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
-def test_a_frozen_base_stays_and_what_is_beside_it_trains(name):
+def test_a_frozen_foreign_weight_stays_and_adapters_train(name):
     model = adapted()
     weight = model.base.weight
     codes = weight.codes.clone()
@@ -103,12 +103,12 @@ def test_a_frozen_base_stays_and_what_is_beside_it_trains(name):
     assert torch.equal(weight.codes, codes)
 
 
-def test_the_report_names_it():
+def test_the_report_names_a_foreign_weight():
     assert halfstep.apply(adapted(), "bf16-master").kept["base.weight"].endswith(".Packed")
 
 
 @pytest.mark.parametrize("name", sorted(ROUNDS))
-def test_a_rule_that_would_round_it_is_refused_by_name(name):
+def test_a_rule_that_would_round_a_foreign_weight_is_refused(name):
     model = adapted()
     before = copy.copy(vars(model.a))
     with pytest.raises(ModelError, match=r"rounds base, whose weight is a .*Packed: apply the recipe before .*_filter"):
@@ -118,14 +118,14 @@ def test_a_rule_that_would_round_it_is_refused_by_name(name):
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-stochastic", "fp8-current"])
-def test_a_trained_one_is_refused_by_name(name):
+def test_a_trained_foreign_weight_is_refused(name):
     model = mlp()
     packed(model[0], trained=True)
     with pytest.raises(ModelError, match=r"0\.weight is trained and is a .*Packed, .* freeze these weights"):
         halfstep.apply(model, name)
 
 
-def test_a_model_that_is_quantised_under_a_recipe_is_refused_where_it_runs():
+def test_a_weight_quantized_by_another_library_after_apply_is_refused():
     model = mlp()
     halfstep.apply(model, "fp8-current")
     packed(model[0])
@@ -135,7 +135,7 @@ def test_a_model_that_is_quantised_under_a_recipe_is_refused_where_it_runs():
     model(batch()[0])
 
 
-def test_a_sharded_weight_is_refused_where_it_would_be_rounded():
+def test_rounding_a_dtensor_weight_is_refused():
     weight = nn.Parameter(torch.randn(4, 8))
     weight.device_mesh = "a mesh"
     spec = get_recipe("fp8-current").rules[-1].linear
@@ -148,8 +148,8 @@ def test_a_sharded_weight_is_refused_where_it_would_be_rounded():
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_collectives_result_that_is_under_way_is_waited_for(trained):
-    """As tensor parallelism hands over; it has no memory of its own, which a kernel would read."""
+def test_an_async_collective_tensor_as_input_is_waited_for(trained):
+    """As tensor parallelism passes it on. It has no storage of its own that a kernel could read."""
     x, weight = torch.randn(3, 8, requires_grad=trained), torch.randn(4, 8)
     spec, late = get_recipe("fp8-current").rules[-1].linear, AsyncCollectiveTensor(x)
     with pytest.raises(ModelError, match=r"a AsyncCollectiveTensor of shape \(3, 8\) has no storage"):
@@ -168,7 +168,7 @@ torchao = pytest.importorskip("torchao.quantization", reason="torchao is not ins
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_torchaos_weights_are_such():
+def test_torchaos_weights_are_kept_or_refused():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     model[0].weight.requires_grad_()
@@ -184,7 +184,7 @@ def test_torchaos_weights_are_such():
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-master", "bf16-stochastic", "fp8-current", "fp8-delayed"])
-def test_a_bitsandbytes_base_takes_adapters(name):
+def test_adapters_train_on_a_frozen_bitsandbytes_base(name):
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     base = bitsandbytes.nn.Linear4bit(8, 8, compute_dtype=torch.float32).to("cpu").requires_grad_(False)
     losses = steps(name, Adapted(base))

@@ -1,7 +1,6 @@
-"""What FP4 by modules and by stages rests on: attention flattens, gradients vanish, a last stage pays or does not.
+"""Reasons for FP4 by modules and by stages: flat attention, vanishing gradients, a last stage in higher precision.
 
-Source: what Zhou et al. 2025 (arXiv 2502.11458) is reported to say; the data here are toys of our own.
-"""
+Source: what Zhou et al. 2025 (arXiv 2502.11458) is reported to say; the data are toys of our own."""
 
 import math
 
@@ -23,7 +22,7 @@ FINE, COARSE = BY_PATH["*attn"], BY_PATH["*"]
 
 
 def attention(seed, rounded):
-    """Mean entropy and mean largest weight of a softmax over 256 tokens, whose keys resemble their queries."""
+    """The mean entropy and the mean largest weight of a softmax over 256 tokens, whose keys resemble their queries."""
     chance = torch.Generator().manual_seed(seed)
     x, wq, noise = (torch.randn(rows, 64, generator=chance) for rows in (256, 64, 64))
     wq = wq / 8
@@ -34,8 +33,8 @@ def attention(seed, rounded):
 
 
 @pytest.mark.slow
-def test_fp4_projections_flatten_attention_and_fp8_ones_hardly():
-    """A mean of 8 models: FP4 moves entropy up and the largest weight down by at least four times what FP8 does."""
+def test_fp4_projections_flatten_attention_more_than_fp8_ones():
+    """Means of 8 models: FP4 raises the entropy and lowers the largest weight at least four times as much as FP8."""
     exact, fine, coarse = (
         torch.stack([attention(seed, rounded) for seed in range(8)]).mean(0) for rounded in (Matmul(), FINE, COARSE)
     )
@@ -44,7 +43,7 @@ def test_fp4_projections_flatten_attention_and_fp8_ones_hardly():
     assert ((coarse - exact).abs() > 4 * (fine - exact).abs()).all()
 
 
-def flushed(format, tile):
+def share_flushed_to_zero(format, tile):
     """The share of gradients, N(0, 1) times a lognormal of sigma 2, that become zero."""
     chance = torch.Generator().manual_seed(0)
     grads = torch.randn(256, 1024, generator=chance) * torch.exp(2 * torch.randn(256, 1024, generator=chance))
@@ -52,8 +51,12 @@ def flushed(format, tile):
     return float((ops.fake_quantize(grads, quantizer) == 0).float().mean())
 
 
-def test_gradients_vanish_in_fp4_less_so_by_blocks_and_not_in_e5m2():
-    whole, blocks, fine = flushed("e2m1fn", TENSOR), flushed("e2m1fn", Tile(1, 32)), flushed("e5m2", TENSOR)
+def test_gradients_underflow_in_fp4_less_with_blocks_and_not_in_e5m2():
+    whole, blocks, fine = (
+        share_flushed_to_zero("e2m1fn", TENSOR),
+        share_flushed_to_zero("e2m1fn", Tile(1, 32)),
+        share_flushed_to_zero("e5m2", TENSOR),
+    )
     assert whole == pytest.approx(0.999, abs=1e-3)
     assert blocks == pytest.approx(0.700, abs=5e-3)
     assert fine < 1e-4
@@ -89,10 +92,10 @@ def loss(share, cosine, seed, steps):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_a_last_stage_pays_as_far_as_the_learning_rate_that_is_left(seed):
-    """With a constant rate the last tenth is enough. After a cosine to zero it is not: the obvious version fails."""
+def test_the_gain_of_a_last_fp32_stage_depends_on_the_remaining_learning_rate(seed):
+    """With a constant rate the last tenth of the steps is enough; after a cosine decay to zero it is not."""
     constant, cosine = ({share: loss(share, kind, seed, 300) for share in (0, 0.5, 0.9, 1)} for kind in (False, True))
     assert constant[0] < constant[0.5] < constant[0.9] < 0.5 * constant[1]
     assert cosine[0] < cosine[0.5] < cosine[1]
-    assert cosine[0.9] > 0.9 * cosine[1]  # no gain: little is left to move by
+    assert cosine[0.9] > 0.9 * cosine[1]  # no gain: the remaining steps are small
     assert cosine[0.9] > 2 * constant[0.9]

@@ -1,4 +1,4 @@
-"""Adapters train beside frozen codes, as the recipe would train them beside weights of those values."""
+"""Adapters train on frozen weights stored as codes, as they would under the recipe on weights of those values."""
 
 import copy
 
@@ -31,8 +31,8 @@ QUICK = {"nf4", "nf4-double", "fp8-current", "mxfp4", "fp8-block", "fp8-delayed"
 every_able = pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, ABLE))
 
 
-def adapted(model):
-    """With LoRA around each linear layer, of which the factors alone train."""
+def with_lora(model):
+    """The model with LoRA around each linear layer; only LoRA's factors train."""
     for index in (0, 3):
         torch.manual_seed(index)
         model[index] = Lora(model[index])
@@ -42,10 +42,10 @@ def adapted(model):
     return model
 
 
-def frozen(name, model=None):
+def quantized_with_lora(name, model=None):
     model = mlp() if model is None else model
     halfstep.quantize_model(model, name, adapters=True)
-    return adapted(model).train()
+    return with_lora(model).train()
 
 
 def gradients(model, x):
@@ -56,10 +56,10 @@ def gradients(model, x):
 
 
 @every_able
-def test_gradients_are_those_of_the_recipe_beside_weights_of_the_same_values(name):
-    """A model of the decoded weights follows the recipe; rounding what is rounded changes nothing, but where a format
-    clips or a scale is chosen from values that were clipped."""
-    model = frozen(name)
+def test_gradients_equal_those_of_the_recipe_on_the_decoded_weights(name):
+    """Rounding decoded weights again changes nothing, unless a format clips or a scale is chosen from clipped
+    values."""
+    model = quantized_with_lora(name)
     values = copy.deepcopy(model)
     halfstep.dequantize_model(values)
     halfstep.apply(values, {"fp8-delayed": "fp8-current", "fp8-delayed-megatron": "fp8-current"}.get(name, name))
@@ -76,8 +76,8 @@ def test_gradients_are_those_of_the_recipe_beside_weights_of_the_same_values(nam
 
 @pytest.mark.quick("fp8-block", "fp8-current")
 @every_able
-def test_codes_stay_and_adapters_learn(name):
-    model = frozen(name)
+def test_codes_stay_unchanged_while_adapters_train(name):
+    model = quantized_with_lora(name)
     codes = {n: b.clone() for n, b in model.named_buffers() if not n.endswith(ATTRIBUTE)}
     optimizer, scaler = halfstep.optimize(model, adamw(model), generator=3)
     x, y = batch()
@@ -94,11 +94,13 @@ def test_codes_stay_and_adapters_learn(name):
     assert_same({n: buffers[n] for n in codes}, codes)
 
 
-def test_no_pass_keeps_the_decoded_weights():
-    model, kept = frozen("nf4"), []
+def test_decoded_weights_are_not_saved_for_backward():
+    model, kept = quantized_with_lora("nf4"), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         model(batch()[0])
-    assert not any(t.shape in ((16, 8), (4, 16)) for t in kept)  # of the two layers; LoRA's factors are narrower
+    assert not any(
+        t.shape in ((16, 8), (4, 16)) for t in kept
+    )  # the shapes of the two weights; LoRA's factors are narrower
 
 
 def rotating():
@@ -107,10 +109,10 @@ def rotating():
     return Recipe("rotating", "", "", rules=(Rule("*", products),))
 
 
-def test_it_is_asked_for_by_name():
+def test_gradients_through_codes_need_adapters_true():
     model = mlp()
     halfstep.quantize_model(model, "nf4")
-    model = adapted(model)
+    model = with_lora(model)
     with pytest.raises(ModelError, match=r"adapters=True"):
         model.train()(batch()[0])
     with pytest.raises(ModelError, match=r"adapters=True"):
@@ -123,8 +125,8 @@ def test_it_is_asked_for_by_name():
         halfstep.quantize_model(mlp(), rotating(), adapters=True)
 
 
-def test_adapters_that_are_there_already_stay_trainable():
-    model = adapted(mlp())
+def test_existing_adapters_stay_trainable():
+    model = with_lora(mlp())
     report = halfstep.quantize_model(model, "nf4", adapters=True)
     assert report.quantized == ("0.base_layer", "3.base_layer")
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {
@@ -133,7 +135,7 @@ def test_adapters_that_are_there_already_stay_trainable():
     assert all(grad.abs().sum() > 0 for grad in gradients(model.train(), batch()[0]))
 
 
-def test_an_evaluation_is_that_of_a_model_without_adapters_in_mind():
+def test_adapters_true_does_not_change_evaluation():
     model, plain = mlp(), mlp()
     halfstep.quantize_model(model, "nf4", adapters=True)
     halfstep.quantize_model(plain, "nf4")
@@ -153,7 +155,7 @@ class Attends(nn.Module):
         return self.cell(out.flatten(0, 1), x.flatten(0, 1))
 
 
-def test_gradients_pass_through_attention_and_cells():
+def test_gradients_pass_through_quantized_attention_and_cells():
     x, y = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
     stock, model = Attends(), Attends()
     halfstep.quantize_model(model, "fp8-current", adapters=True)
@@ -175,8 +177,8 @@ def test_a_trained_bias_gets_its_gradient():
 
 
 @pytest.mark.parametrize("dim", ["rows", "columns"])
-def test_odd_sizes(dim):
-    """A last block of a row that is short, and rows that are no multiple of anything."""
+def test_gradients_of_odd_sizes_are_near_the_stock_layers(dim):
+    """A short last block in a row, and a number of rows that fills no block."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(67, 5) if dim == "columns" else nn.Linear(8, 3))
     stock = copy.deepcopy(model)
@@ -188,7 +190,7 @@ def test_odd_sizes(dim):
     assert ((x.grad - other.grad).norm() / other.grad.norm()) < 0.2
 
 
-# ---- values again ----------------------------------------------------------------------------------------------------
+# ---- dequantize_model ------------------------------------------------------------------------------------------------
 
 
 WRITES = {
@@ -203,7 +205,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_writes_to_a_weight_of_codes_are_refused(write):
+def test_writes_to_a_weight_stored_as_codes_are_refused(write):
     model = mlp()
     halfstep.quantize_model(model, "mxfp8")
     before = model[0].weight + 0
@@ -214,7 +216,7 @@ def test_writes_to_a_weight_of_codes_are_refused(write):
 
 
 @pytest.mark.parametrize("name", ["nf4", "fp8-delayed", "mxfp4"])
-def test_values_in_the_place_of_codes(name):
+def test_dequantize_model_restores_stock_layers_with_the_decoded_weights(name):
     model, stock = mlp(), mlp()
     keys = [*stock.state_dict()]
     halfstep.quantize_model(model, name)

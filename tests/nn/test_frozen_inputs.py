@@ -1,4 +1,4 @@
-"""A layer whose weight is frozen (beside adapters, in fine-tuning) keeps nothing of its input for the backward pass."""
+"""A layer with a frozen weight saves no input for the backward pass."""
 
 import pytest
 import torch
@@ -10,14 +10,14 @@ from tiny import RECIPES, SCALED, fast_and_every, prepared
 
 
 ROUNDS = [name for name in RECIPES if any(rule.linear.rounds for rule in get_recipe(name).rules)]
-ROUNDS = [name for name in ROUNDS if name not in SCALED]  # which store a frozen weight otherwise
+ROUNDS = [name for name in ROUNDS if name not in SCALED]  # they store a frozen weight in another way
 KINDS = {
     "linear": lambda: (nn.LayerNorm(24), nn.Linear(24, 40), (32, 24)),
     "convolution": lambda: (nn.GroupNorm(1, 8), nn.Conv2d(8, 12, 3, padding=1), (4, 8, 5, 5)),
 }
 
 
-def made(kind, name, frozen):
+def norm_and_layer(kind, name, frozen):
     torch.default_generator.manual_seed(0)
     norm, layer, shape = KINDS[kind]()
     layer.weight.requires_grad_(not frozen)
@@ -26,8 +26,8 @@ def made(kind, name, frozen):
     return model, torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-def kept(model, x):
-    """The output, and how many tensors of the size of the layer's input the forward keeps, beside the norm's."""
+def forward_and_saved(model, x):
+    """The output, and the number of tensors of the input's size that the forward saves, the norm's input excluded."""
     found = {}
 
     def pack(saved):
@@ -36,18 +36,18 @@ def kept(model, x):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         y = model(x)
-    return y, sum(saved.numel() == x.numel() for place, saved in found.items() if place != x.data_ptr())
+    return y, sum(saved.numel() == x.numel() for pointer, saved in found.items() if pointer != x.data_ptr())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("names", fast_and_every(ROUNDS))
-def test_it_keeps_no_input_and_passes_the_same_gradients_on(kind, names):
+def test_a_frozen_layer_saves_no_input_and_gives_the_same_gradients(kind, names):
     rounding = 0
     for name in names:
         grads, inputs = [], []
         for frozen in (False, True):
-            model, x = made(kind, name, frozen)
-            (norm, layer), (y, found) = model, kept(model, x)
+            model, x = norm_and_layer(kind, name, frozen)
+            (norm, layer), (y, found) = model, forward_and_saved(model, x)
             inputs.append(found)
             y.square().sum().backward()
             assert (layer.weight.grad is None) == frozen

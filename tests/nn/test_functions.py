@@ -1,4 +1,4 @@
-"""Functions that a recipe lists compute in float32 under autocast, on any device, however they are called."""
+"""`float32_functions`: listed functions compute in float32 under autocast, on any device, however they are called."""
 
 import warnings
 from contextlib import nullcontext
@@ -33,7 +33,7 @@ OTHERS = {"relu": F.relu, "add": lambda y: y + y, "in place": lambda y: y.clone(
 
 
 class Calls(nn.Module):
-    """A layer, and a function of what it returns; both are kept."""
+    """A layer and a function of its output; both results are kept."""
 
     def __init__(self, call):
         super().__init__()
@@ -47,7 +47,7 @@ class Calls(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """A part that is computed again in the backward pass, called as a module or by a method of its own."""
+    """A submodule that is recomputed in the backward pass, called as a module or by a method."""
 
     def __init__(self, options):
         super().__init__()
@@ -77,20 +77,20 @@ def test_a_listed_function_computes_in_float32(name):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_others_follow_their_input(name):
+def test_unlisted_functions_compute_in_their_inputs_dtype(name):
     y, z = called(OTHERS[name])
     assert y.dtype == z.dtype == torch.float16
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_list_covers_what_autocast_on_a_gpu_does(name):
-    """Of torch's policy for CUDA: what a CPU leaves in 16 bits elsewhere, it does not under this recipe."""
+def test_without_the_list_autocast_on_a_cpu_leaves_functions_in_16_bits(name):
+    """The list holds torch's autocast policy for CUDA."""
     _, z = called(CALLS[name], "fp16-mixed")
     if name in ("softmax", "layer_norm", "exp", "sum", "norm", "pow", "gelu"):
         assert z.dtype == torch.float16  # or the test above shows nothing
 
 
-def test_an_explicit_dtype_is_the_callers_own():
+def test_an_explicit_dtype_is_respected():
     _, z = called(lambda y: F.softmax(y, -1, dtype=torch.float64))
     assert z.dtype == torch.float64
     _, z = called(lambda y: y.sum(-1, dtype=torch.float16))
@@ -111,35 +111,35 @@ def gradients(compiled=False, **options):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputed_part_computes_as_it_did(reentrant):
-    """Activation checkpointing runs it again in the backward pass, where torch restores autocast alone."""
+def test_a_checkpointed_submodule_gives_the_same_gradients(reentrant):
+    """The backward pass runs it again, where torch restores autocast only."""
     assert_same(gradients(use_reentrant=reentrant), gradients())
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's, as it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_compiled_part_that_is_recomputed_computes_as_it_did():
+def test_a_compiled_checkpointed_submodule_gives_the_same_gradients():
     """torch traces the code of a checkpoint without the modes around it."""
     torch._dynamo.reset()
     assert_same(gradients(compiled=True, use_reentrant=False), gradients())
 
 
-def test_a_recomputed_method_needs_the_context():
+def test_a_checkpointed_method_needs_the_following_context():
     with pytest.raises(CheckpointError, match="different metadata"):
         gradients(use_reentrant=False, method=True)
     assert_same(gradients(use_reentrant=False, context_fn=None), gradients(method=True))
 
 
 def test_a_method_recomputed_by_reentrant_checkpointing_is_refused():
-    """torch restores autocast alone there, and compares nothing: the gradients would be fp16's, without a word."""
+    """torch restores autocast only and compares nothing, so the gradients would silently be fp16's."""
     with pytest.raises(ModelError, match=r"softmax is called under torch\.utils\.checkpoint"):
         gradients(use_reentrant=True, method=True)
     model, _, _ = prepared("fp16-lists", Checkpointed({"use_reentrant": True, "method": True}))
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):  # torch warns that checkpoints keep nothing
-        model(torch.randn(6, 8))  # which nothing computes again
+        model(torch.randn(6, 8))  # nothing is recomputed
 
 
-def test_parts_and_code_between_them():
+def test_submodules_and_code_in_the_following_context_use_the_list():
     model, _, _ = prepared("fp16-lists", nn.ModuleList([Calls(torch.exp), nn.Linear(8, 8)]))
     x = torch.randn(6, 8)
     model[0](x)
@@ -159,10 +159,10 @@ def test_parts_and_code_between_them():
         ({"compute": "fp32", "loss_scale": None}, "float32_functions with compute = 'fp32', where all functions are"),
     ],
 )
-def test_lists_that_mean_nothing(fields, words):
+def test_invalid_lists_are_refused(fields, words):
     with pytest.raises(RecipeError, match=words):
         replace(LISTS, name="made", **fields)
 
 
-def test_a_file_says_the_list():
+def test_the_list_round_trips_through_data():
     assert from_data(to_data(LISTS), get_recipe).float32_functions == LISTS.float32_functions

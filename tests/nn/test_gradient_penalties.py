@@ -1,4 +1,4 @@
-"""Gradients of gradients, and torch.func, through a model that follows a recipe."""
+"""Second derivatives and torch.func transforms through a model that follows a recipe."""
 
 import pytest
 import torch
@@ -27,8 +27,9 @@ def norms(model, x):
     return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].norm(dim=1)
 
 
-def penalised(name, steps=120):
-    """Train a WGAN-GP critic between two fixed clouds (Gulrajani et al. 2017); its gradient's mean norm at the end."""
+def train_critic(name, steps=120):
+    """Train a WGAN-GP critic between two fixed clouds (Gulrajani et al. 2017); return its gradient's mean norm at the
+    end."""
     model = critic()
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe=name, generator=1)
@@ -49,23 +50,23 @@ def penalised(name, steps=120):
 
 @pytest.fixture(scope="module")
 def stock():
-    return penalised("fp32")
+    return train_critic("fp32")
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_critic_with_a_gradient_penalty_trains_as_stock_torchs(name, stock):
+def test_a_critic_with_a_gradient_penalty_trains_like_stock_torch(name, stock):
     if name in {"bf16-pure", "fp16-pure", "fp16-mixed-unscaled"}:
         pytest.skip("documented to train worse")
-    assert penalised(name) == pytest.approx(stock, abs=0.1)
+    assert train_critic(name) == pytest.approx(stock, abs=0.1)
 
 
 @pytest.mark.quick("fp8-current", "fp8-delayed")
 @pytest.mark.parametrize("name", mostly_slow(sorted(ROUNDS)))
-def test_a_penalty_through_rounded_products_says_what_to_do(name):
+def test_a_gradient_penalty_through_rounded_matmuls_is_refused(name):
     with pytest.raises(RecipeError, match=r"second derivative .* module_filter"):
-        penalised(name, 1)
+        train_critic(name, 1)
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -90,9 +91,9 @@ def values(model):
 
 @pytest.mark.quick("fp8-block", "mxfp8", "fp4-wang")
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
-def test_torch_func_goes_through_a_prepared_model(name):
+def test_torch_func_transforms_work_or_are_refused(name):
     stock, model, x = critic(), critic(), torch.randn(6, 2)
-    halfstep.apply(model.eval(), name)  # no training loop, in which scaling states would move
+    halfstep.apply(model.eval(), name)  # eval: no scaling state may advance
     loss = lambda each: lambda p, x: functional_call(each, p, (x,)).square().mean()  # noqa: E731
     model(x).square().mean().backward()
     expected = {name: parameter.grad.to(parameter.dtype) for name, parameter in model.named_parameters()}

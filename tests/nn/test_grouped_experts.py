@@ -1,4 +1,4 @@
-"""Stacks of experts against one linear layer an expert: the same bits, forward and backward, on every path."""
+"""Stacked experts equal one linear layer per expert: the same bits, forward and backward, on every path."""
 
 import copy
 from dataclasses import replace
@@ -43,7 +43,7 @@ class Stack(nn.Module):
 
 
 class Layers(nn.Module):
-    """The same as linear layers, called expert by expert."""
+    """The same experts as linear layers, called one by one."""
 
     def __init__(self, stack):
         super().__init__()
@@ -70,7 +70,7 @@ class Layers(nn.Module):
 
 
 def routed(experts, slots, tokens=70, hit=None, dtype=torch.float32):
-    """x, which experts take each token, and how much of each; experts from `hit` on take none."""
+    """x, the experts of each token, and their weights. Experts from `hit` on get no token."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(tokens, WIDTH, generator=generator).to(dtype).requires_grad_()
     index = torch.rand(tokens, hit or experts, generator=generator).topk(slots).indices
@@ -78,8 +78,8 @@ def routed(experts, slots, tokens=70, hit=None, dtype=torch.float32):
 
 
 def cancelling(stack, x):
-    """Give large terms that cancel and small ones between them to the first product: float32 sums of another order, or
-    of other units, show in its first bits."""
+    """Give the first matmul large terms that cancel and small ones between them: float32 sums in another order, or on
+    other hardware units, change the first bits."""
     with torch.no_grad():
         for matrix, sign in ((x, 1), (stack.experts.gate_up_proj, -1)):
             large = 200 + 20 * torch.randn_like(matrix[..., :10])
@@ -87,8 +87,8 @@ def cancelling(stack, x):
     return stack
 
 
-def passed(model, x, index, weights):
-    """The output, and the gradients of x, of the weights of experts, and of each expert's matrices and biases."""
+def outputs_and_grads(model, x, index, weights):
+    """The output, and the gradients of x, of the routing weights, and of each expert's matrices and biases."""
     y = model(x, index, weights)
     given = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
     of_x, of_weights, *others = torch.autograd.grad(
@@ -112,28 +112,28 @@ def passed(model, x, index, weights):
     return [y, of_x, of_weights, *others]
 
 
-def passed_under(name, model, *inputs):
+def outputs_and_grads_under(name, model, *inputs):
     halfstep.apply(model, name)
-    return passed(model, *inputs)
+    return outputs_and_grads(model, *inputs)
 
 
 def both(name, stack, *inputs, train=True):
-    """What a stack makes of inputs under a recipe, and what its experts' linear layers do."""
+    """outputs_and_grads of a stack and of its experts' linear layers under a recipe."""
     layers = Layers(stack.experts)
     for model in (stack, layers):
         halfstep.apply(model, name)
         model.train(train)
-    return passed(stack, *inputs), passed(layers, *inputs)
+    return outputs_and_grads(stack, *inputs), outputs_and_grads(layers, *inputs)
 
 
-def assert_alike(name, stack, *inputs, train=True):
+def assert_equals_layers(name, stack, *inputs, train=True):
     ours, theirs = both(name, stack, *inputs, train=train)
     assert len(ours) == len(theirs)
-    for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert identical(one, other), (name, place)
+    for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert identical(one, other), (name, index)
 
 
-def test_what_one_call_rounds_for_all_experts():
+def test_which_recipes_round_all_experts_in_one_call():
     for names, wanted in ((GROUPED, True), (LOOPED, False)):
         for name in names:
             model = Stack(2)
@@ -143,42 +143,42 @@ def test_what_one_call_rounds_for_all_experts():
 
 @pytest.mark.quick("mxfp4", "fp8-current")
 @pytest.mark.parametrize("name", [*GROUPED, "fp8-current"])
-def test_a_stack_computes_what_its_experts_layers_do(name):
-    """Three experts a token, some without tokens, one with a single token and one with all but it."""
-    assert_alike(name, Stack(9), *routed(9, 3, hit=7))
-    assert_alike(name, Stack(5), *routed(5, 2, hit=2))  # most of the stack is left out
+def test_a_stack_equals_one_linear_layer_per_expert(name):
+    """Three experts per token; experts without tokens; one expert with a single token and one with all others."""
+    assert_equals_layers(name, Stack(9), *routed(9, 3, hit=7))
+    assert_equals_layers(name, Stack(5), *routed(5, 2, hit=2))  # most experts get no token
     x, _, weights = routed(3, 1)
-    assert_alike(name, Stack(3, bias=True), x, torch.tensor([[0], *[[2]] * 69]), weights)
-    assert_alike(name, Stack(3, transposed=True), *routed(3, 2, dtype=torch.bfloat16))
+    assert_equals_layers(name, Stack(3, bias=True), x, torch.tensor([[0], *[[2]] * 69]), weights)
+    assert_equals_layers(name, Stack(3, transposed=True), *routed(3, 2, dtype=torch.bfloat16))
 
 
 @for_each("name", GROUPED, fast=["fp8-rowwise", "mxfp4"])
-def test_in_evaluation_few_rows_have_their_order_of_sums(name):
-    """Seen in float32's last bits."""
+def test_few_rows_in_evaluation_are_summed_in_the_layers_order(name):
+    """Compared in float32's last bits."""
     wide = replace(halfstep.get_recipe(name), name="wide", compute="fp32")
-    assert_alike(wide, Stack(4), *routed(4, 2, tokens=7), train=False)
+    assert_equals_layers(wide, Stack(4), *routed(4, 2, tokens=7), train=False)
 
 
 @pytest.mark.quick("fp8-rowwise")
 @pytest.mark.parametrize("name", ["mxfp8", "fp8-rowwise"])
-def test_one_expert_with_numbers_below_bfloat16s_smallest_takes_no_bit_from_others(name):
-    """Its operand is carried in float32, and its own alone."""
+def test_an_expert_with_subnormal_weights_changes_no_bit_of_others(name):
+    """Only its own operand is emulated in float32."""
     stack, (x, *routes) = Stack(3), routed(3, 2)
     cancelling(stack, x)
     with torch.no_grad():
         stack.experts.gate_up_proj[1] *= 2.0**-125
-    assert_alike(name, stack, x, *routes)
+    assert_equals_layers(name, stack, x, *routes)
 
 
-def test_stacks_whose_square_tiles_would_straddle_experts_are_rounded_apart():
+def test_square_tiles_do_not_straddle_experts():
     """128x128 tiles of matrices of 40, 64 and 128 rows."""
     own = Stack(3).experts
     assert [p.shape[1] for p in (own.gate_up_proj, own.down_proj)] == [2 * INNER, WIDTH]
-    assert_alike("fp8-block", Stack(3), *routed(3, 2))
+    assert_equals_layers("fp8-block", Stack(3), *routed(3, 2))
 
 
-def test_a_token_that_no_expert_here_takes_gets_nothing():
-    """An index of the number of experts, or above, is one elsewhere."""
+def test_tokens_of_experts_on_other_ranks_get_zeros():
+    """An index at or above the number of experts means an expert on another rank."""
     model, (x, index, weights) = Stack(2), routed(4, 2)
     halfstep.apply(model, "mxfp8")
     y = model(x, index, weights)
@@ -188,14 +188,14 @@ def test_a_token_that_no_expert_here_takes_gets_nothing():
     assert not model(x, index + 2, weights).any()  # no expert has a row
 
 
-def test_a_batch_without_tokens_gives_none_and_gradients_of_zero():
+def test_a_batch_without_tokens_gives_an_empty_output_and_zero_gradients():
     for name in ("mxfp8", "fp8-current"):
-        y, of_x, _, *grads = passed_under(name, Stack(3), *routed(3, 2, tokens=0))
+        y, of_x, _, *grads = outputs_and_grads_under(name, Stack(3), *routed(3, 2, tokens=0))
         assert y.shape == of_x.shape == (0, WIDTH)
         assert all(not grad.any() for grad in grads)
 
 
-def test_frozen_experts_pass_gradients_on_and_get_none():
+def test_frozen_experts_pass_the_same_gradients_to_their_inputs():
     name, (x, index, weights) = "fp8-rowwise", routed(3, 2)
     model, frozen = Stack(3), Stack(3)
     frozen.requires_grad_(False)
@@ -223,8 +223,8 @@ def test_a_forward_mode_derivative_is_refused(name):
         model(forward_ad.make_dual(x.detach(), torch.ones_like(x)), index, weights)
 
 
-def test_lora_on_the_experts_parameters_trains_beside_a_prepared_model():
-    """PEFT adds a product to each matrix: as if its experts had the sums for weights."""
+def test_lora_on_the_experts_parameters_trains():
+    """PEFT adds a low-rank product to each matrix; the output equals that of the merged weights."""
     peft = pytest.importorskip("peft")
     name, stack, inputs = "fp8-rowwise", Stack(3), routed(3, 2)
     plain = copy.deepcopy(stack)
@@ -250,8 +250,8 @@ def test_lora_on_the_experts_parameters_trains_beside_a_prepared_model():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch reads it
 @pytest.mark.parametrize("name", ["fp8-current", "mxfp8"])
-def test_compiled_graphs_break_at_experts_and_change_no_bit(name):
-    """However many tokens each expert gets: nothing is traced again."""
+def test_compiled_experts_equal_eager_without_retracing(name):
+    """For any number of tokens per expert."""
     model = nn.ModuleDict({"up": nn.Linear(WIDTH, WIDTH), "stack": Stack(4)})
     model.forward = lambda x, index, weights: model["stack"](model["up"](x), index, weights)
     halfstep.apply(model, name)
@@ -260,10 +260,10 @@ def test_compiled_graphs_break_at_experts_and_change_no_bit(name):
         x, index, weights = routed(4, 2)
         index = (index + step) % 4 if step % 2 else index
         with torch._dynamo.config.patch(error_on_recompile=step > 1):
-            ours, theirs = (passed_by(each, x, index, weights, model) for each in (compiled, model))
+            ours, theirs = (call_outputs_and_grads(each, x, index, weights, model) for each in (compiled, model))
         assert all(identical(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def passed_by(call, x, index, weights, model):
+def call_outputs_and_grads(call, x, index, weights, model):
     y = call(x, index, weights)
     return [y, *torch.autograd.grad(y.square().sum(), [x, weights, *model.parameters()])]

@@ -1,4 +1,4 @@
-"""An input that several layers read (attention's q, k and v; an MLP's gate and up) is rounded once, and kept once."""
+"""An input of several layers (attention's q, k and v; an MLP's gate and up) is rounded once and saved once."""
 
 import copy
 import gc
@@ -28,13 +28,13 @@ ROUNDS = [name for name in RECIPES if any(rule.linear.rounds for rule in get_rec
 
 
 class Attention(nn.Module):
-    """k and v have other sizes than q; `between` is called with what all three read, after q did."""
+    """k and v have other sizes than q. `between` is called with their input after q."""
 
-    def __init__(self, again=None):
+    def __init__(self, reentrant=None):
         super().__init__()
         self.norm, self.q = nn.LayerNorm(32), nn.Linear(32, 32)
         self.k, self.v, self.out = nn.Linear(32, 16), nn.Linear(32, 16), nn.Linear(32, 4)
-        self.between, self.again = lambda x: None, again
+        self.between, self.reentrant = lambda x: None, reentrant
 
     def _attend(self, x):
         x = self.norm(x)
@@ -44,14 +44,14 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q.float(), k.float(), v.float()).to(q.dtype)
 
     def forward(self, x):
-        if self.again is None:
+        if self.reentrant is None:
             return self.out(self._attend(x))
-        return self.out(checkpoint(self._attend, x, use_reentrant=self.again))
+        return self.out(checkpoint(self._attend, x, use_reentrant=self.reentrant))
 
 
-def made(name, again=None, **options):
+def prepared_model(name, reentrant=None, **options):
     torch.default_generator.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), Attention(again))
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), Attention(reentrant))
     return halfstep.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), name, generator=3, **options)
 
 
@@ -65,15 +65,15 @@ def bits(model):
 
 
 @pytest.fixture
-def apart(monkeypatch):
-    """Every layer rounds by itself."""
+def round_separately(monkeypatch):
+    """A function that disables the sharing: every layer rounds its own input."""
     return lambda: monkeypatch.setattr(LastInput, "find", lambda *given: None)
 
 
-def kept(name):
-    """Storages of 2 x 16 x 32 numbers that a forward keeps for its backward, by bytes; q's, k's and v's input among
-    them."""
-    model, _, _ = made(name)
+def saved_storages(name):
+    """The number of storages of 2 * 16 * 32 elements that a forward saves for backward, the input of q, k and v
+    included."""
+    model, _, _ = prepared_model(name)
     found = {}
 
     def pack(x):
@@ -86,17 +86,17 @@ def kept(name):
     return len(found)
 
 
-def test_it_is_kept_once(apart):
-    shared = kept("fp8-current")
-    apart()
-    assert kept("fp8-current") == shared + 2
+def test_a_shared_input_is_saved_once(round_separately):
+    shared = saved_storages("fp8-current")
+    round_separately()
+    assert saved_storages("fp8-current") == shared + 2
 
 
-def test_it_is_rounded_once(monkeypatch):
+def test_a_shared_input_is_rounded_once(monkeypatch):
     passes = ops.linear.__globals__["Rounded"].forward.__globals__
     rounded, operand = [], passes["operand"]
     monkeypatch.setitem(passes, "operand", lambda x, *given: rounded.append(tuple(x.shape)) or operand(x, *given))
-    model, _, _ = made("fp8-current")
+    model, _, _ = prepared_model("fp8-current")
     model(data()[0])
     inputs = [shape for shape in rounded if shape[0] == 32 and shape != (32, 8)]
     weights = [tuple(layer.weight.shape) for layer in (model[2].q, model[2].k, model[2].v, model[2].out)]
@@ -104,37 +104,37 @@ def test_it_is_rounded_once(monkeypatch):
 
 
 @pytest.mark.parametrize("names", fast_and_every(ROUNDS))
-def test_numbers_are_those_of_layers_that_round_by_themselves(names, apart):
+def test_sharing_a_rounded_input_changes_no_bit(names, round_separately):
     ends = {}
     for name in names:
-        model, optimizer, scaler = made(name)
+        model, optimizer, scaler = prepared_model(name)
         ends[name] = train(model, optimizer, scaler, 2, data()), bits(model)
-    apart()
+    round_separately()
     for name in names:
-        model, optimizer, scaler = made(name)
+        model, optimizer, scaler = prepared_model(name)
         assert (train(model, optimizer, scaler, 2, data()), bits(model)) == ends[name], name
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["not reentrant", "reentrant"])
-def test_activations_that_are_computed_again_are_the_same(again):
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_activation_checkpointing_changes_no_bit(reentrant):
     ends = []
-    for how in (None, again):
-        model, optimizer, scaler = made("fp8-current", how)
+    for how in (None, reentrant):
+        model, optimizer, scaler = prepared_model("fp8-current", how)
         ends.append((train(model, optimizer, scaler, 2, data()), bits(model)))
     assert ends[0] == ends[1]
 
 
-def test_one_that_is_written_to_is_rounded_again(apart):
+def test_an_input_written_in_place_is_rounded_again(round_separately):
     def write(x):
         with torch.no_grad():
             x.mul_(0.37)
 
     outputs = []
     for _ in range(2):
-        model, _, _ = made("fp8-current")
+        model, _, _ = prepared_model("fp8-current")
         model[2].between = write
         outputs.append(model(data()[0]))
-        apart()
+        round_separately()
     assert torch.equal(*outputs)
 
 
@@ -142,19 +142,19 @@ def test_one_that_is_written_to_is_rounded_again(apart):
     ("name", "alike"),
     [("fp8-current", True), ("nvfp4", True), ("fp8-delayed", False), ("mxfp4-rht", False), ("bf16-mixed", False)],
 )
-def test_histories_noise_and_drawn_signs_are_each_layers_own(name, alike):
+def test_inputs_with_scaling_states_or_random_signs_are_not_shared(name, alike):
     assert any(rule.linear.rounds_input_alike for rule in get_recipe(name).rules) == alike
 
 
-def test_an_input_rounded_with_noise_is_each_layers_own():
+def test_a_stochastically_rounded_input_is_not_shared():
     spec = next(rule.linear for rule in get_recipe("fp8-current").rules if rule.linear.rounds)
     noisy = replace(spec.output, lhs=replace(spec.output.lhs, rounding="stochastic"))
     assert spec.rounds_input_alike
     assert not replace(spec, output=noisy).rounds_input_alike
 
 
-def test_nothing_outlives_a_call_or_its_input():
-    model, _, _ = made("fp8-current")
+def test_a_rounded_input_is_freed_after_the_call_or_with_its_input():
+    model, _, _ = prepared_model("fp8-current")
     following, seen = part_of(model).following, []
     model[2].between = lambda x: seen.append(weakref.ref(following.last_input._last[2][0].values))
     model(data()[0]).sum().backward()
@@ -169,8 +169,8 @@ def test_nothing_outlives_a_call_or_its_input():
         assert following.last_input._last is None
 
 
-def test_a_copy_begins_with_nothing():
-    model, _, _ = made("fp8-current")
+def test_copies_hold_no_rounded_input():
+    model, _, _ = prepared_model("fp8-current")
     copies = []
 
     def copied(x):
@@ -182,8 +182,9 @@ def test_a_copy_begins_with_nothing():
     assert copies[0]._last is None
 
 
-def rounded_in(step):
-    """How often a graph that torch.compile makes of a step rounds, forward and backward, by operator."""
+def rounding_operators(step):
+    """The number of halfstep's operators in the graphs that torch.compile makes of `step`, forward and backward, by
+    name."""
     counts = Counter()
 
     def counted(graph, inputs):
@@ -199,16 +200,16 @@ def rounded_in(step):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_traced_graph_rounds_it_once():
-    model, _, _ = made("fp8-current")
+def test_a_traced_graph_rounds_a_shared_input_once():
+    model, _, _ = prepared_model("fp8-current")
     x = data()[0]
-    counts = rounded_in(lambda: model(x))
-    inputs, weights = 3, 5  # of the first layer, of q, k and v, of the last one
+    counts = rounding_operators(lambda: model(x))
+    inputs, weights = 3, 5  # inputs of the first layer, of q, k and v, and of the last one
     assert counts["halfstep.rounded_scaled"] == inputs + weights, counts
 
 
 @pytest.mark.parametrize(("rounding", "once"), [("nearest_even", True), ("stochastic", False)])
-def test_codes_without_noise_are_made_once_in_a_traced_graph(rounding, once):
+def test_only_deterministic_quantization_is_shared_in_a_traced_graph(rounding, once):
     x, w = torch.randn(4, 64), torch.ones(4, 64, requires_grad=True)
     quantizer = halfstep.get_quantizer("mxfp8", rounding=rounding)
     ops.quantize(x, quantizer)  # a traced graph cannot take a cached property's lock
@@ -217,6 +218,6 @@ def test_codes_without_noise_are_made_once_in_a_traced_graph(rounding, once):
         one, other = (ops.quantize(x, quantizer).codes.float() for _ in range(2))
         return w * one, w * (one - other)
 
-    counts = rounded_in(step)
+    counts = rounding_operators(step)
     assert counts["halfstep.quantized"] == once, counts
     assert bool((torch.compile(step, backend="aot_eager")()[1] == 0).all()) == once

@@ -1,4 +1,4 @@
-"""What `apply` does to particular layers: norms, buffers, batch norm, linear layers that a rule matches."""
+"""`apply` on particular layers: norms, buffers, batch norm, linear layers that a rule matches."""
 
 import copy
 
@@ -18,7 +18,7 @@ FP8 = Quantizer(formats.get("e4m3fn"))
 SPEC = LinearSpec(Matmul(FP8, FP8), Matmul(FP8, FP8), Matmul(FP8, FP8))
 
 
-def made(*rules, **fields):
+def recipe_of(*rules, **fields):
     return Recipe("made", "", "", rules=rules, **fields)
 
 
@@ -39,7 +39,7 @@ def test_batch_norm_stays_float32_and_trains(name):
     assert (model[0].weight.dtype, model[1].weight.dtype) == (stored, torch.float32)
 
 
-def test_the_report_names_what_was_kept():
+def test_the_report_names_parameters_kept_in_float32():
     report = halfstep.apply(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), "bf16-master")
     assert report.stored == {"bfloat16": 12, "float32": 6}
     assert set(report.kept) == {"1.weight", "1.bias"}
@@ -49,7 +49,7 @@ def test_the_report_names_what_was_kept():
 
 
 class Positions(nn.Module):
-    """A float32 buffer is added to the activations before a norm, as positional encodings are."""
+    """Adds a float32 buffer to the activations before a norm, as positional encodings do."""
 
     def __init__(self, norm):
         super().__init__()
@@ -72,7 +72,7 @@ NORMS = [
 @pytest.mark.quick("bf16-stochastic", "fp8lm-o3")
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
 @for_each("norm", NORMS)
-def test_a_wider_input_to_a_norm_with_16_bit_weights(name, norm):
+def test_a_norm_with_16_bit_weights_takes_a_float32_input(name, norm):
     torch.manual_seed(0)
     model = Positions(copy.deepcopy(norm))
     expected = model(batch()[0])
@@ -85,7 +85,7 @@ def test_a_wider_input_to_a_norm_with_16_bit_weights(name, norm):
 
 @pytest.mark.filterwarnings("ignore:.*does not round")
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.Linear])
-def test_a_subclass_with_a_forward_of_its_own_keeps_it(kind):
+def test_a_subclass_keeps_its_own_forward(kind):
     class Mine(kind):
         def forward(self, input):
             return super().forward(input) * 100
@@ -94,7 +94,7 @@ def test_a_subclass_with_a_forward_of_its_own_keeps_it(kind):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), Mine(*arguments))
     expected = model(torch.ones(2, 4))
-    report = halfstep.apply(model, made(Rule("*", SPEC, optional=True), weights="bf16", compute="bf16"))
+    report = halfstep.apply(model, recipe_of(Rule("*", SPEC, optional=True), weights="bf16", compute="bf16"))
     torch.testing.assert_close(model(torch.ones(2, 4)), expected, rtol=0.1, atol=10)
     assert report.quantized == ("0",)
     if kind is nn.Linear:
@@ -105,15 +105,15 @@ def test_a_subclass_with_a_forward_of_its_own_keeps_it(kind):
 def test_a_patched_linear_is_kept_and_reported():
     model = mlp()
     model[3].forward = model[3].forward
-    report = halfstep.apply(model, made(Rule("*", SPEC)))
+    report = halfstep.apply(model, recipe_of(Rule("*", SPEC)))
     assert report.quantized == ("0",)
     assert "3" in report.kept
 
 
 @pytest.mark.usefixtures("products")
-def test_a_matched_layer_is_ops_linear_with_the_rules_spec():
+def test_a_matched_layer_equals_ops_linear_with_the_rules_spec():
     model, stock = mlp(), mlp()
-    report = halfstep.apply(model, made(Rule("0", SPEC)))
+    report = halfstep.apply(model, recipe_of(Rule("0", SPEC)))
     assert report.quantized == ("0",)
     assert report.quantized == ("0",)
     x = batch()[0]
@@ -125,29 +125,29 @@ def test_a_matched_layer_is_ops_linear_with_the_rules_spec():
     assert_same([p.grad for p in model.parameters()], [p.grad for p in stock.parameters()])
 
 
-def test_the_first_rule_that_matches_decides_and_the_filter_takes_away():
+def test_the_first_matching_rule_applies_unless_the_filter_excludes_the_layer():
     other = LinearSpec(Matmul(rhs=FP8))
     model = mlp()
-    halfstep.apply(model, made(Rule("3", other), Rule("*", SPEC)))
+    halfstep.apply(model, recipe_of(Rule("3", other), Rule("*", SPEC)))
     assert (model[0]._halfstep.linear, model[3]._halfstep.linear) == (SPEC, other)
     model = mlp()
     seen = []
-    report = halfstep.apply(model, made(Rule("*", SPEC)), lambda module, path: seen.append(path) or path != "3")
+    report = halfstep.apply(model, recipe_of(Rule("*", SPEC)), lambda module, path: seen.append(path) or path != "3")
     assert seen == ["0", "3"]
     assert report.quantized == ("0",)
     assert type(model[3]) is nn.Linear
 
 
 @pytest.mark.parametrize("weights", DTYPES)
-def test_revert_takes_rules_away_too(weights):
+def test_revert_removes_rules(weights):
     model = mlp()
-    halfstep.apply(model, made(Rule("*", SPEC), weights=weights))
+    halfstep.apply(model, recipe_of(Rule("*", SPEC), weights=weights))
     halfstep.revert(model)
     assert {type(m) for m in model} == {nn.Linear, nn.GELU, nn.LayerNorm}
     assert not any(key.startswith("_halfstep") for m in model.modules() for key in vars(m))
 
 
-def test_a_gradient_that_the_model_carries_is_stored_alike():
+def test_an_existing_gradient_is_cast_to_the_weights_dtype():
     model = mlp()
     model(batch()[0]).sum().backward()
     grad = model[0].weight.grad.clone()
@@ -157,7 +157,7 @@ def test_a_gradient_that_the_model_carries_is_stored_alike():
     assert model[0].weight.grad.dtype == torch.float32
 
 
-def test_16_bit_models_widen_under_fp32_and_get_their_dtype_back():
+def test_a_bf16_model_is_float32_under_fp32_and_bf16_after_revert():
     model = mlp().bfloat16()
     with pytest.warns(UserWarning, match="arrive in 16 bits"):
         halfstep.prepare(model, adamw(model), recipe="fp32")
@@ -167,7 +167,7 @@ def test_16_bit_models_widen_under_fp32_and_get_their_dtype_back():
     assert model[0].weight.dtype == torch.bfloat16
 
 
-def test_a_frozen_integer_parameter_is_left_and_reported():
+def test_a_frozen_integer_parameter_is_kept_and_reported():
     model = mlp()
     model.codes = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
     report = halfstep.apply(model, "bf16-master")
@@ -189,7 +189,7 @@ def test_the_error_stays_small_in_a_transformer_layer(names):
         with torch.no_grad():
             found.append(model(x))
         for y in found:
-            if name in FOUR:  # twice what is seen, of all of it: single elements are up to 0.22 away
+            if name in FOUR:  # twice what is seen, as a norm: single elements are up to 0.22 away
                 assert (y - expected).norm() <= 0.16 * expected.norm()
             else:
                 torch.testing.assert_close(y, expected, rtol=near, atol=near)
@@ -199,7 +199,7 @@ def test_the_error_stays_small_in_a_transformer_layer(names):
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
 @for_each("sizes, shape", [((0, 3), (4, 0)), ((3, 0), (4, 3)), ((3, 2), (0, 3)), ((3, 2), (3,)), ((3, 2), (2, 0, 3))])
-def test_layers_without_inputs_or_outputs_and_empty_batches_are_as_stock_ones(name, sizes, shape):
+def test_layers_of_size_zero_and_empty_batches_match_stock_layers(name, sizes, shape):
     def layers():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(*sizes), nn.Linear(sizes[1], 4), nn.Linear(4, 2))

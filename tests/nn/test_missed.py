@@ -1,4 +1,4 @@
-"""Linear layers of other libraries are rounded; `apply` warns where many weights are in layers that no adapter sees."""
+"""Linear layers of other libraries are rounded; `apply` warns if many weights are in layers without an adapter."""
 
 import warnings
 
@@ -17,7 +17,7 @@ NAMES = ("fp8-current", "mxfp8", "fp8lm-o2")
 
 
 class Linear(nn.Module):
-    """PyTorch Geometric's, as its forward is written."""
+    """A copy of PyTorch Geometric's linear layer."""
 
     __module__ = "torch_geometric.nn.dense.linear"
 
@@ -37,7 +37,7 @@ class Scaled(nn.Linear):
 
 
 def twins(layer):
-    """A model of that layer, and nn.Linear's with its weights; one matrix each that is no one's linear layer."""
+    """A model with that layer, and one of nn.Linear's with the same weights."""
     first, second = nn.Sequential(nn.Linear(32, 32), layer), nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     second.load_state_dict(first.state_dict())
     return first, second
@@ -45,7 +45,7 @@ def twins(layer):
 
 @for_each("name", NAMES)
 @for_each("kind", [Linear, FalconLinear], ids=lambda kind: kind.__name__)
-def test_a_librarys_linear_layer_rounds_as_torchs(kind, name):
+def test_a_librarys_linear_layer_rounds_like_torchs(kind, name):
     model, twin = twins(kind(32, 32))
     if kind is FalconLinear:
         model[1].bias = twin[1].bias = None
@@ -60,7 +60,7 @@ def test_a_librarys_linear_layer_rounds_as_torchs(kind, name):
     assert type(model[1]) is kind
 
 
-def test_falcon_adds_its_bias_to_the_rounded_product():
+def test_falcon_adds_its_bias_to_the_rounded_matmul():
     model, twin = twins(FalconLinear(32, 32))
     bias, twin[1].bias, x = model[1].bias.detach(), None, torch.randn(4, 32)
     for each in (model, twin):
@@ -69,19 +69,19 @@ def test_falcon_adds_its_bias_to_the_rounded_product():
 
 
 def missing(share):
-    """A model of which that share of the weights, of 10 layers, is in layers with a forward of their own."""
+    """A model of 10 layers; a share of them has a forward of its own."""
     return nn.Sequential(*(Scaled(8, 8) if i < share * 10 else nn.Linear(8, 8) for i in range(10)))
 
 
-def test_weights_that_no_adapter_sees_are_warned_of_by_class():
+def test_apply_warns_of_unrounded_weights_by_class():
     with pytest.warns(UserWarning, match=r"'fp8-current' does not round 30% .* those of Scaled \(3\), such as 0: "):
         halfstep.apply(missing(0.3), "fp8-current")
     with pytest.warns(UserWarning, match=r"does not round 20%"):
         halfstep.quantize_model(missing(0.2), "mxfp8")
 
 
-def test_few_weights_or_weights_left_out_on_purpose_are_not():
-    class Positions(nn.Linear):  # nn.Linear's forward, and a table that nothing multiplies by
+def test_apply_does_not_warn_of_few_or_excluded_weights():
+    class Positions(nn.Linear):  # nn.Linear's forward, and a table that no matmul uses
         def __init__(self):
             super().__init__(8, 8)
             self.position_embeddings = nn.Parameter(torch.zeros(512, 8))

@@ -1,4 +1,4 @@
-"""What layers draw follows from a saved seed, the step and the numbers that a pass takes, and from no generator."""
+"""Seeds of stochastic rounding in layers depend on a saved seed, the step and the input's values, on no generator."""
 
 import copy
 from dataclasses import replace
@@ -25,7 +25,7 @@ from tiny import assert_same, batch, grads, mlp, prepared, train
 NOISY = Quantizer(formats.get("e4m3fn"), rounding="stochastic", scales=Scales(TENSOR, get_scaling("current")))
 EVERYWHERE = linear_spec(NOISY, NOISY, NOISY)
 ANEW = LinearSpec(*[Matmul(NOISY, NOISY, hadamard=Hadamard(128, "random"))] * 3)
-"""Noise in all operands; and signs of more than 64."""
+"""Stochastic rounding of all operands, and also Hadamard transforms of more than 64 random signs."""
 
 
 def recipe(linear=EVERYWHERE, attention=None):
@@ -40,7 +40,7 @@ def key(number=5, steps=0):
 
 
 @for_each("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_seeds_follow_from_key_and_numbers_alone(dtype):
+def test_seeds_depend_only_on_the_key_and_the_tensors_values(dtype):
     x = torch.randn(64, 48).to(dtype)
     found = seeds(x, key(), 6)
     assert found == seeds(x.t().contiguous().t(), key(), 6)
@@ -51,8 +51,8 @@ def test_seeds_follow_from_key_and_numbers_alone(dtype):
     assert all(0 <= seed < 1 << 64 for seed in drawn)
 
 
-def test_one_micro_batch_more_in_a_token_has_other_seeds():
-    """Sequences that begin alike, as prompts do, in batches laid out one after another."""
+def test_micro_batches_with_a_common_prompt_have_different_seeds():
+    """Sequences that begin alike, in contiguous batches."""
     prompt = torch.randn(1, 16, 64).expand(32, 16, 64)
     batches = [torch.cat([prompt, torch.randn(32, 48, 64)], 1).view(-1, 64) for _ in range(4)]
     assert len({seeds(each, key(), 1)[0] for each in batches}) == 4
@@ -63,8 +63,8 @@ def test_tensors_of_any_shape_have_seeds(shape):
     assert len(seeds(torch.randn(shape), key(), 3)) == 3
 
 
-def test_bits_of_seeds_are_even():
-    """Of 500 micro-batches that differ in one number by one unit in the last place."""
+def test_bits_of_seeds_are_balanced():
+    """Over 500 micro-batches that differ in one value by one unit in the last place."""
     drawn = [seeds(torch.full((4, 4), 1.0).index_fill_(0, torch.tensor(0), i / 2**20), key(), 2) for i in range(500)]
     bits = torch.tensor([[seed >> i & 1 for seed in one for i in range(64)] for one in drawn]).double()
     assert (bits.mean(0) - 0.5).abs().max() < 0.12  # five standard deviations
@@ -82,8 +82,8 @@ def backward(model, x=None):
 
 @pytest.mark.quick("signs")
 @pytest.mark.parametrize("linear", [EVERYWHERE, ANEW], ids=["noise", "signs"])
-def test_noise_is_that_of_the_step(linear):
-    """The same in a step, another in the next, and on the whole the gradient without noise."""
+def test_gradients_repeat_within_a_step_and_differ_between_steps(linear):
+    """Their mean over steps is near the gradient without stochastic rounding."""
     model, exact = mlp(), backward(mlp())
     halfstep.apply(model, recipe(linear))
     first = backward(model)
@@ -94,29 +94,33 @@ def test_noise_is_that_of_the_step(linear):
         found = backward(model)
         assert not torch.equal(found["0.weight"], first["0.weight"])
         total = {name: value + found[name] for name, value in total.items()}
-    mean, one = total["3.bias"] / 100, exact["3.bias"]  # linear in what is rounded before it
+    mean, one = total["3.bias"] / 100, exact["3.bias"]  # linear in the rounded operands
     assert (mean - one).norm() < 0.3 * (first["3.bias"] - one).norm()
 
 
 class Twice(nn.Module):
-    """A layer that is called twice, once or twice of which are computed again."""
+    """A layer that is called twice; the calls in `again` are checkpointed."""
 
-    def __init__(self, again, reentrant=False):
+    def __init__(self, checkpointed, reentrant=False):
         super().__init__()
         torch.default_generator.manual_seed(0)
-        self.layer, self.again, self.reentrant = nn.Linear(8, 8), again, reentrant
+        self.layer, self.checkpointed, self.reentrant = nn.Linear(8, 8), checkpointed, reentrant
 
     def forward(self, x):
         for number in range(2):
-            x = checkpoint(self.layer, x, use_reentrant=self.reentrant) if number in self.again else self.layer(x)
+            x = (
+                checkpoint(self.layer, x, use_reentrant=self.reentrant)
+                if number in self.checkpointed
+                else self.layer(x)
+            )
         return x
 
 
 @for_each("linear", [EVERYWHERE, ANEW], ids=lambda linear: "signs" if linear.rotates else "noise")
-def test_a_layer_called_twice_is_computed_again_with_the_noise_of_each_call(linear):
+def test_checkpointing_a_layer_called_twice_repeats_the_noise_of_each_call(linear):
     found = []
-    for again, reentrant in [((), False), ((0,), False), ((1,), True), ((0, 1), True), ((0, 1), False)]:
-        model = Twice(again, reentrant)
+    for checkpointed, reentrant in [((), False), ((0,), False), ((1,), True), ((0, 1), True), ((0, 1), False)]:
+        model = Twice(checkpointed, reentrant)
         halfstep.apply(model, recipe(linear))
         inputs = [batch(seed)[0].requires_grad_() for seed in (1, 2)]
         (model(inputs[0]).square().mean() + model(inputs[1]).square().mean()).backward()
@@ -151,7 +155,7 @@ def test_no_kind_of_layer_draws_from_the_generator(kind):
     assert not torch.equal(next(iter(backward(model, x).values())), next(iter(found.values())))
 
 
-def test_codes_with_adapters_beside_them_draw_from_no_generator():
+def test_quantized_layers_with_adapters_draw_from_no_generator():
     model = mlp()
     once = Matmul(NOISY, replace(NOISY, rounding="nearest_even"))
     halfstep.quantize_model(model, recipe(LinearSpec(once, Matmul(NOISY, NOISY))), adapters=True)
@@ -160,7 +164,7 @@ def test_codes_with_adapters_beside_them_draw_from_no_generator():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# ---- what is saved --------------------------------------------------------------------------------------------------
+# ---- state dicts ----------------------------------------------------------------------------------------------------
 
 
 def test_the_seed_and_the_steps_are_saved_with_the_scaler():
@@ -184,8 +188,8 @@ def test_a_state_without_a_seed_warns():
         scaler.load_state_dict(saved)
 
 
-def test_the_seed_is_torchs_own_unless_one_is_given():
-    """Without a draw from its generator."""
+def test_the_seed_defaults_to_torchs_initial_seed():
+    """Nothing is drawn from torch's generator."""
     found = []
     for seed, given in ((1, None), (2, None), (1, 2)):
         model = mlp()
@@ -197,7 +201,7 @@ def test_the_seed_is_torchs_own_unless_one_is_given():
     assert found == [1, 2, 2]
 
 
-def test_ranks_take_the_seed_of_the_first(monkeypatch):
+def test_all_ranks_use_the_seed_of_the_first(monkeypatch):
     monkeypatch.setattr(preparation, "are_several", lambda group: True)
     monkeypatch.setattr(preparation, "first_ranks", lambda seed, group: seed + 1)
     assert prepared("nvfp4", generator=7)[2].state_dict()["halfstep"]["noise"]["seed"] == 8
@@ -213,8 +217,8 @@ def test_a_graph_is_traced_once_for_all_steps():
     assert graphs.frame_count == 1
 
 
-def test_keys_outlive_what_is_done_to_a_model():
-    """Copies, other dtypes and devices, and models without values; `revert` takes them away; DDP leaves them alone."""
+def test_seed_buffers_survive_copies_casts_and_to_empty():
+    """`revert` removes them, DDP ignores them, and on the meta device they start in to_empty."""
     model = mlp()
     torch.default_generator.manual_seed(3)
     halfstep.apply(model, "nvfp4")

@@ -1,4 +1,4 @@
-"""Layers that are no `nn.Linear`: Conv1D, fused experts, and those that a rule matches and nothing rounds."""
+"""Layers other than nn.Linear: Conv1D, fused experts, and layers that a rule matches but no adapter rounds."""
 
 import copy
 
@@ -39,7 +39,7 @@ def gradients(model):
     return [p.grad for p in model.parameters()]
 
 
-def test_conv1d_without_rounding_is_the_stock_layer():
+def test_conv1d_without_rounding_equals_the_stock_layer():
     stock, model, x = with_conv1d(), with_conv1d(), torch.randn(3, 5, 8)
     for layer in (model[0], model[2]):
         own_part(layer).linear = LinearSpec()
@@ -52,7 +52,7 @@ def test_conv1d_without_rounding_is_the_stock_layer():
 
 @pytest.mark.quick("own-fp8-current", "carried-fp8-current", "own-mxfp8", "carried-mxfp8")
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-rowwise", "fp8-block", "mxfp8"])
-def test_conv1d_rounds_as_the_linear_layer_of_the_transposed_weight(name):
+def test_conv1d_equals_a_linear_layer_with_the_transposed_weight(name):
     model = with_conv1d()
     twin = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
     for mine, its in ((model[0], twin[0]), (model[2], twin[2])):
@@ -69,7 +69,7 @@ def test_conv1d_rounds_as_the_linear_layer_of_the_transposed_weight(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*does not round")
-def test_a_conv1d_with_a_forward_of_its_own_is_kept():
+def test_a_conv1d_subclass_with_its_own_forward_is_kept():
     class Mine(Conv1D):
         def forward(self, x):
             return super().forward(x)
@@ -92,7 +92,7 @@ class Mixture(nn.Module):
         return self.head(x + self.experts(x, index, weights))
 
 
-def test_experts_without_rounding_are_the_stock_ones():
+def test_experts_without_rounding_match_the_stock_ones():
     stock, model, x = Mixture(), Mixture(), batch()[0]
     own_part(model.experts).linear = LinearSpec()
     adopt(model.experts, experts.forward)
@@ -103,9 +103,9 @@ def test_experts_without_rounding_are_the_stock_ones():
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_experts_with_biases_and_transposed_weights(transposed):
+def test_experts_with_biases_and_transposed_weights_equal_ops_linear(transposed):
     model, x = Mixture().experts, batch()[0]
-    index, weights = torch.tensor([[0, 4]] * 12), torch.full((12, 2), 0.5)  # 4 is an expert elsewhere
+    index, weights = torch.tensor([[0, 4]] * 12), torch.full((12, 2), 0.5)  # expert 4 is on another rank
     model.has_bias, model.is_transposed = True, transposed
     model.gate_up_proj_bias, model.down_proj_bias = nn.Parameter(torch.randn(4, 24)), nn.Parameter(torch.randn(4, 8))
     up, down = model.gate_up_proj[0].detach(), model.down_proj[0].detach()
@@ -134,7 +134,7 @@ def test_experts_round_and_the_router_does_not(name):
     assert (report.kept["gate"], report.kept["head"]) == ("router", "output head")
 
 
-def test_the_experts_products_have_states_of_their_own():
+def test_each_operand_of_the_experts_matmuls_has_a_scaling_state():
     model, optimizer, scaler = prepared("fp8-delayed", Mixture())
     train(model, optimizer, scaler, 2)
     names = {n.removeprefix("experts._halfstep_scaling_") for n, _ in model.named_buffers()}
@@ -143,7 +143,7 @@ def test_the_experts_products_have_states_of_their_own():
 
 
 @pytest.mark.filterwarnings("ignore:.*does not round")
-def test_what_no_adapter_sees_is_named_with_the_reason():
+def test_the_report_names_unrounded_layers_with_the_reason():
     class Own(nn.Module):
         def __init__(self):
             super().__init__()
@@ -174,14 +174,14 @@ PER_EXPERT = ("fp8-current", "fp8-rowwise", "fp8-block", "mxfp8")
 
 
 def routed(*experts):
-    """Every token to those experts, equally."""
+    """The expert indices of 8 tokens and their equal weights."""
     index = torch.tensor(experts).repeat(8, 1)
     return index, torch.full(index.shape, 1 / len(experts))
 
 
 @pytest.mark.parametrize("name", PER_EXPERT)
-def test_an_experts_scales_are_its_own(name):
-    """One with weights 2^20 times as large, in the same call, takes no bit from another."""
+def test_experts_have_separate_scales(name):
+    """An expert with weights 2^20 times as large changes no bit of another one in the same call."""
     torch.manual_seed(0)
     model, x, grad = Mixture(), torch.randn(8, 8), torch.randn(8, 8)
     wide = copy.deepcopy(model)
@@ -200,8 +200,8 @@ def test_an_experts_scales_are_its_own(name):
 
 
 @pytest.mark.parametrize("name", [*PER_EXPERT, "fp8-delayed"])
-def test_an_expert_without_tokens_poisons_nothing(name):
-    """Its weights are not finite: no other expert's scale, state or gradient sees them."""
+def test_an_expert_without_tokens_may_have_infinite_weights(name):
+    """No scale, scaling state or gradient of another expert depends on it."""
     torch.manual_seed(0)
     model, x = Mixture(), torch.randn(8, 8)
     with torch.no_grad():

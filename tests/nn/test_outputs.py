@@ -1,4 +1,4 @@
-"""What leaves a model is float32 however it is nested, and autocast does not leak."""
+"""Outputs of a model are float32 in any nesting, and its autocast ends with the call."""
 
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class Frozen:
 
 
 class Returns(nn.Module):
-    """Applies a linear layer and nests the result as `wrap` says."""
+    """A linear layer whose output is nested by `wrap`."""
 
     def __init__(self, wrap):
         super().__init__()
@@ -60,7 +60,7 @@ NESTED = {
 @pytest.mark.quick("fp32", "bf16-collage-plus", "bf16-stochastic")
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
 @for_each("nesting", NESTED)
-def test_floating_outputs_leave_in_float32(name, nesting):
+def test_floating_outputs_are_float32_in_any_nesting(name, nesting):
     wrap, get = NESTED[nesting]
     model = Returns(wrap)
     stock = type(model(torch.ones(2, 3)))
@@ -72,7 +72,7 @@ def test_floating_outputs_leave_in_float32(name, nesting):
     assert model.layer.weight.grad is not None
 
 
-def test_hugging_face_outputs_keep_their_three_views_in_step():
+def test_hugging_face_outputs_convert_attributes_keys_and_indices():
     half = torch.ones(2).half()
     output = to_float32(CausalLMOutputWithPast(loss=half[0], logits=half))
     assert output.logits.dtype == output["logits"].dtype == output[1].dtype == torch.float32
@@ -81,7 +81,7 @@ def test_hugging_face_outputs_keep_their_three_views_in_step():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.bool, torch.complex64])
-def test_what_is_not_16_bit_passes_as_it_is(dtype):
+def test_values_other_than_16_bit_floats_pass_unchanged(dtype):
     x = torch.ones(2).to(dtype)
     assert to_float32(x) is x
     something = object()
@@ -89,7 +89,7 @@ def test_what_is_not_16_bit_passes_as_it_is(dtype):
     assert to_float32("text") == "text"
 
 
-def test_the_models_own_objects_are_not_written_to():
+def test_converting_outputs_does_not_modify_the_models_objects():
     inner = {"y": torch.ones(2).half()}
     kept = Plain(a=inner, b=[inner["y"]])
     to_float32(kept)
@@ -107,7 +107,7 @@ class Fails(nn.Module):
         raise KeyError("mine")
 
 
-def test_autocast_ends_on_an_exception_too():
+def test_autocast_ends_after_an_exception():
     model = Fails()
     halfstep.apply(model, "bf16-mixed")
     with pytest.raises(KeyError, match="mine"):
@@ -116,7 +116,7 @@ def test_autocast_ends_on_an_exception_too():
     assert nn.Linear(3, 3)(torch.ones(1, 3)).dtype == torch.float32
 
 
-def test_keyword_arguments_and_defaults_arrive():
+def test_keyword_arguments_and_defaults_reach_the_forward():
     class Model(nn.Linear):
         def forward(self, x, *, times=2, **more):
             return super().forward(x) * times * more.get("extra", 1)

@@ -1,4 +1,4 @@
-"""Adapters beside layers: found by name or by what their layer declares; names as they were without them."""
+"""Adapters: detected by name or by their layer's declaration; and layer names without them."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from tiny import adamw, assert_same, mlp, prepared, train
 
 
 class Lora(nn.Module):
-    """LoRA as its paper has it, around a layer."""
+    """LoRA around a layer, as in its paper."""
 
     def __init__(self, base_layer, rank=2):
         super().__init__()
@@ -27,7 +27,7 @@ class Lora(nn.Module):
 
 
 class Declaring(nn.Module):
-    """Another method's layer, which says what is its adapter's."""
+    """A layer of another method, which declares its adapter's names."""
 
     adapter_layer_names = ("down",)
 
@@ -40,7 +40,7 @@ class Declaring(nn.Module):
         return self.base_layer(x) + self.down(x)
 
 
-def around(kind, model=None):
+def with_adapter(kind, model=None):
     model = mlp() if model is None else model
     model[0] = kind(model[0])
     model[0].base_layer.requires_grad_(False)
@@ -63,13 +63,13 @@ every_kind = pytest.mark.parametrize("kind", OF_ADAPTERS)
         ("", ""),
     ],
 )
-def test_names_without_adapters(name, plain):
+def test_plain_name_removes_the_names_of_wrappers(name, plain):
     assert plain_name(name) == plain
 
 
 @every_kind
-def test_what_belongs_to_adapters(kind):
-    model = around(kind)
+def test_adapters_of_finds_the_parameters_of_adapters(kind):
+    model = with_adapter(kind)
     found = adapters_of(model)
     assert {name for name, _ in model.named_parameters() if found(name)} == OF_ADAPTERS[kind]
     assert not found("0.download.weight")
@@ -77,8 +77,8 @@ def test_what_belongs_to_adapters(kind):
 
 @every_kind
 @pytest.mark.parametrize("name", ["bf16-stochastic", "fp16-pure", "fp8-amax"])
-def test_they_are_stored_in_float32(kind, name):
-    model = around(kind)
+def test_adapters_are_stored_in_float32(kind, name):
+    model = with_adapter(kind)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     model.half()
     report = halfstep.apply(model, name)
@@ -92,19 +92,19 @@ def test_they_are_stored_in_float32(kind, name):
 
 
 @every_kind
-def test_no_rule_rounds_them_unless_the_recipe_says_so(kind):
-    own = get_recipe("bf16-truncate")  # whose rules keep nothing
-    report = halfstep.apply(around(kind), own)
+def test_adapters_are_rounded_only_with_float32_adapters_false(kind):
+    own = get_recipe("bf16-truncate")  # its rules match all layers
+    report = halfstep.apply(with_adapter(kind), own)
     assert report.quantized == ("0.base_layer", "3")
     assert any("float32_adapters = false" in why for why in report.kept.values())
-    model = around(kind)
+    model = with_adapter(kind)
     report = halfstep.apply(model, replace(own, name="mine", weights="bf16", float32_adapters=False))
     assert len(report.quantized) == 3
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_they_train_beside_master_weights():
-    model, optimizer, scaler = prepared("bf16-master", around(Lora))
+def test_adapters_train_without_masters():
+    model, optimizer, scaler = prepared("bf16-master", with_adapter(Lora))
     losses = train(model, optimizer, scaler, 4)
     assert losses[-1] < losses[0]
     assert "master" not in optimizer.state[model[0].lora_B]
@@ -113,13 +113,13 @@ def test_they_train_beside_master_weights():
 
 
 @pytest.mark.parametrize("through", ["old", "new"])
-def test_an_adapter_that_joins_in_16_bits_is_not_trained_so(through):
-    """As PEFT 0.18's `add_adapter` makes them; the groups are shared with the optimizer that was handed over."""
+def test_an_adapter_added_in_16_bits_is_refused_until_cast_to_float32(through):
+    """As PEFT 0.18's `add_adapter` makes them. The param groups are shared with the optimizer passed to `prepare`."""
     model = mlp()
     old = adamw(model)
     model, new, scaler = prepared("bf16-stochastic", model, old)
     train(model, new, scaler, 1)
-    around(Lora, model)
+    with_adapter(Lora, model)
     adapter = [model[0].lora_A.weight, model[0].lora_B]
     for parameter in adapter:
         parameter.data = parameter.data.bfloat16()
@@ -133,7 +133,7 @@ def test_an_adapter_that_joins_in_16_bits_is_not_trained_so(through):
     for parameter in adapter:
         parameter.data = parameter.data.float()
         parameter.grad = None
-    if through == "new":  # which added nothing
+    if through == "new":  # add_param_group failed
         new.add_param_group({"params": adapter})
     scaler.update()
     train(model, new, scaler, 2)
@@ -141,18 +141,18 @@ def test_an_adapter_that_joins_in_16_bits_is_not_trained_so(through):
     assert model[0].lora_B.any()
 
 
-def test_rules_mean_a_layer_by_the_name_that_it_has_without_adapters():
+def test_rules_match_layer_names_without_adapters():
     product = Matmul(halfstep.get_quantizer("e4m3fn"))
     mine = replace(get_recipe("fp32"), name="mine", rules=(Rule("0", LinearSpec(output=product)),))
-    assert halfstep.apply(around(Lora), mine).quantized == ("0.base_layer",)
+    assert halfstep.apply(with_adapter(Lora), mine).quantized == ("0.base_layer",)
 
 
 @pytest.mark.parametrize("name", ["bf16-stochastic", "fp8lm-o2", "fp8-delayed"])
-def test_adapters_may_come_and_go_while_a_model_follows_its_recipe(name):
+def test_adapters_may_be_added_and_removed_after_apply(name):
     model = mlp()
     stock = {n: type(m) for n, m in model.named_modules()}
     halfstep.apply(model, name)
-    around(Lora, model)
+    with_adapter(Lora, model)
     optimizer, scaler = halfstep.optimize(model, adamw(model), generator=3)
     train(model, optimizer, scaler, 3)
     assert model[0].lora_B.any()
@@ -165,7 +165,7 @@ def test_adapters_may_come_and_go_while_a_model_follows_its_recipe(name):
     assert type(model[0].weight) is nn.Parameter
 
 
-def test_the_root_is_found_in_what_wraps_it():
+def test_optimize_advance_and_revert_accept_a_wrapper_of_the_model():
     model = mlp()
     halfstep.apply(model, "fp8-delayed")
     wrapped = nn.ModuleDict({"inner": nn.ModuleList([model])})

@@ -1,4 +1,4 @@
-"""What `halfstep.plan` says of a model is what `prepare` does to it, and what runs afterwards."""
+"""`halfstep.plan` of a model equals what `prepare` does and what runs afterwards."""
 
 import copy
 import json
@@ -19,8 +19,8 @@ from halfstep.ops.part import part_of
 from tiny import ALL, UNIT, adamw, assert_same, batch, copied, mlp, model_for, mostly_slow, prepared
 
 
-class Products(TorchDispatchMode):
-    """The dtypes of the matrix products that are formed, and the calls of the one of integers."""
+class Matmuls(TorchDispatchMode):
+    """The dtypes of all matrix multiplications."""
 
     def __init__(self):
         super().__init__()
@@ -32,14 +32,14 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def said(plan):
+def planned_dtypes(plan):
     """The dtypes of the plan's matmuls."""
     ways = {layer.computed.removeprefix("emulated in ").split(" (")[0] for layer in plan.layers.values()}
     return {dtype for way in ways for dtype in way.split(" and ")}
 
 
-def body(name):
-    """A model that the recipe fits, of layers that it all rounds."""
+def model_fitting(name):
+    """A model of which the recipe rounds all layers."""
     if name not in UNIT:
         return model_for(name)
     model = mlp()
@@ -48,8 +48,8 @@ def body(name):
 
 
 @pytest.mark.parametrize("name", mostly_slow(ALL))
-def test_the_plan_says_what_runs_and_touches_nothing(name):
-    model = body(name)
+def test_the_plan_equals_what_runs_and_changes_nothing(name):
+    model = model_fitting(name)
     optimizer = adamw(model)
     before, random = copied(model.state_dict()), torch.get_rng_state()
     classes = [type(module) for module in model.modules()]
@@ -66,15 +66,15 @@ def test_the_plan_says_what_runs_and_touches_nothing(name):
     rounded = [path for path, module in model.named_modules() if part_of(module).linear]
     assert {*planned.layers} <= {*rounded}
     x, y = batch()
-    model(x)  # gives delayed scalings their first factors
-    with Products() as seen:
+    model(x)  # gives delayed scalings their first scales
+    with Matmuls() as seen:
         scaler.scale(F.mse_loss(model(x), y)).backward()
     matmuls = {text for layer in planned.layers.values() for text in layer.matmuls}
     plain = {planned.compute.rpartition(" ")[2]} if not matmuls or any(" - x -" in text for text in matmuls) else set()
     sums = any(rule.linear.accumulates for rule in halfstep.get_recipe(name).rules)
-    own = {"int8", "float32"} if sums else {"int8"}  # formed by kernels, which are no torch.mm
-    assert said(planned) - own <= seen.dtypes
-    assert not planned.layers or seen.dtypes <= said(planned) | plain
+    own = {"int8", "float32"} if sums else {"int8"}  # computed by kernels, not by torch.mm
+    assert planned_dtypes(planned) - own <= seen.dtypes
+    assert not planned.layers or seen.dtypes <= planned_dtypes(planned) | plain
 
 
 @pytest.mark.parametrize("name", ["bf16-master", "fp8-delayed", "fp8lm-o2", "coat"])
@@ -89,7 +89,7 @@ def test_stored_parameters_are_as_planned(name):
     assert planned.stored == found
 
 
-def test_it_refuses_what_prepare_refuses():
+def test_plan_refuses_what_prepare_refuses():
     with pytest.raises(halfstep.HalfstepError, match="matched no layer whose matmuls"):
         halfstep.plan(nn.LayerNorm(4), "fp8-current")
     with pytest.raises(halfstep.HalfstepError, match="follows no recipe"):
@@ -124,7 +124,7 @@ def test_prepare_logs_the_headline():
     assert [record.getMessage() for record in logged.records] == [halfstep.plan_of(model).headline]
 
 
-def test_stages_and_copies_keep_their_plan():
+def test_plan_of_works_for_stages_and_copies():
     model, _, _ = prepared("fp8-delayed until 90%, then bf16-mixed", total_steps=10)
     planned = halfstep.plan_of(model)
     ((when, last),) = planned.later
@@ -137,7 +137,7 @@ def test_stages_and_copies_keep_their_plan():
 
 
 def expanded(pattern):
-    """The paths that a pattern names."""
+    """The paths that a pattern stands for."""
     parts = [[]]
     for part in pattern.replace("{", "\0{").replace("}", "}\0").split("\0"):
         if part.startswith("{"):
@@ -156,14 +156,14 @@ names = st.sampled_from(["q_proj", "k_proj", "layers", "mlp", "0", "1", "2", "7"
 
 
 @given(st.lists(st.lists(names, min_size=1, max_size=4).map(".".join), unique=True, max_size=12))
-def test_groups_name_exactly_the_paths(paths):
+def test_grouped_patterns_expand_to_exactly_the_paths(paths):
     patterns = grouped(paths)
     found = [path for pattern in patterns for path in expanded(pattern)]
     assert sorted(found) == sorted(paths)
     assert {pattern: len(expanded(pattern)) for pattern in patterns} == patterns
 
 
-def test_a_plan_for_tensor_cores_says_that_small_eager_layers_wait_for_the_host(monkeypatch):
+def test_a_plan_for_tensor_cores_advises_cuda_graphs_for_small_layers(monkeypatch):
     def text(recipe):
         return " ".join(str(halfstep.plan(nn.Linear(64, 64), recipe)).split())
 

@@ -1,4 +1,4 @@
-"""Models quantised for inference: what evaluation under the recipe computes, bit for bit, from a byte a weight."""
+"""`halfstep.quantize_model`: inference from one byte per weight equals evaluation under the recipe, bit for bit."""
 
 import copy
 import itertools
@@ -46,18 +46,18 @@ def trained(name, model=None, data=None, steps=3):
     return model
 
 
-def smoothing(name, model):
-    """What quantize_model wants besides for that recipe."""
+def smooth_options(name, model):
+    """The `smooth` argument that quantize_model needs for that recipe."""
     if not get_recipe(name).smooth_glu:
         return {}
     return {"smooth": measure_smooth_scales(model, lambda: model(batch()[0]))}
 
 
-def made(quantizer, **fields):
+def recipe_of(quantizer, **fields):
     return Recipe("made", "", "", rules=(Rule("*", linear_spec(quantizer, quantizer, quantizer)),), **fields)
 
 
-# ---- the same numbers -----------------------------------------------------------------------------------------------
+# ---- equal outputs --------------------------------------------------------------------------------------------------
 
 
 SIZES = {"usual": 1.0, "tiny": 2.0**-120}
@@ -70,12 +70,12 @@ SIZES = {"usual": 1.0, "tiny": 2.0**-120}
     slow_unless(in_turn([*SIZES], PRODUCTS).__contains__, itertools.product(SIZES, PRODUCTS)),
     indirect=["products"],
 )
-def test_a_trained_model_computes_what_it_computed_in_evaluation(name, size):
-    """Weights of 2^-120 leave bf16 subnormal values where a tile's scale is as small."""
+def test_a_trained_model_equals_its_evaluation(name, size):
+    """Weights of 2^-120 give subnormal bf16 values, since a tile's scale is as small."""
     model, x = trained(name), batch()[0]
     with torch.no_grad():
         state = model.state_dict()
-        model.load_state_dict({**state, "0.weight": state["0.weight"] * SIZES[size]})  # a weight may hold codes
+        model.load_state_dict({**state, "0.weight": state["0.weight"] * SIZES[size]})  # a weight may be stored as codes
     expected, stock = evaluated(model, x), evaluated(copy.deepcopy(model).float(), x)
     report = halfstep.quantize_model(model, name)
     assert_same(model(x), expected)
@@ -86,8 +86,8 @@ def test_a_trained_model_computes_what_it_computed_in_evaluation(name, size):
 
 
 @every_plain
-def test_a_model_that_was_never_trained_is_scaled_just_in_time(name):
-    """Delayed scales have no history: what follows is current scaling, a fresh state of one step for every tensor."""
+def test_an_untrained_model_is_scaled_just_in_time(name):
+    """Delayed scales have no history, so current scaling applies."""
     model, x = mlp(), batch()[0]
     twin = copy.deepcopy(model)
     halfstep.quantize_model(model, name)
@@ -97,10 +97,10 @@ def test_a_model_that_was_never_trained_is_scaled_just_in_time(name):
     assert_same(model(7 * x), evaluated(twin, 7 * x))
 
 
-def test_a_rule_with_margin_is_just_in_time_with_its_margin():
+def test_an_untrained_model_is_scaled_with_the_rules_margin():
     scaling = get_scaling("delayed", margin=2, history=4)
     model = mlp()
-    halfstep.quantize_model(model, made(Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(0, 0), scaling))))
+    halfstep.quantize_model(model, recipe_of(Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(0, 0), scaling))))
     amax = mlp()[0].weight.abs().max()
     assert_same(model[0].weight_scale.view(()), (448 / amax.double()).float().div(4).reciprocal().detach())
 
@@ -123,8 +123,8 @@ BLOCKS = {
     indirect=["products"],
 )
 @pytest.mark.parametrize("compute", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
-def test_any_format_that_a_rule_can_name(kind, compute):
-    recipe, x = made(BLOCKS[kind], compute=compute), batch()[0]
+def test_every_format_of_a_rule_equals_evaluation(kind, compute):
+    recipe, x = recipe_of(BLOCKS[kind], compute=compute), batch()[0]
     model, twin = mlp(), mlp()
     halfstep.apply(twin, recipe)
     halfstep.quantize_model(model, recipe)
@@ -133,7 +133,7 @@ def test_any_format_that_a_rule_can_name(kind, compute):
 
 @pytest.mark.quick("carried-fp8-delayed", "carried-fp8-block")
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "fp8-block", "mxfp8", "fp8-rowwise"])
-def test_conv1d(name):
+def test_conv1d_equals_evaluation(name):
     torch.manual_seed(0)
     model, x = nn.Sequential(Conv1D(16, 8), nn.GELU(), Conv1D(4, 16)), batch()[0]
     model = trained(name, model)
@@ -159,7 +159,7 @@ class Attends(nn.Module):
 
 @pytest.mark.quick("own-fp8-current", "own-fp8-delayed")
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "fp8-block", "mxfp8", "fp8-amax"])
-def test_self_attention(name):
+def test_self_attention_equals_evaluation(name):
     model, x = trained(name, Attends()), batch()[0]
     expected = evaluated(model, x)
     report = halfstep.quantize_model(model, name)
@@ -169,8 +169,8 @@ def test_self_attention(name):
 
 
 @pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 6}], ids=["packed", "apart"])
-def test_attention_to_something_else(options):
-    """Rows that have scales of their own are rounded alike, whole or in parts."""
+def test_cross_attention_equals_evaluation(options):
+    """With one scale per row, in_proj_weight is rounded alike as one matrix or in three parts."""
     other, x = torch.randn(1, 5, options.get("kdim", 8)), batch()[0]
     model, twin = Attends(**options), Attends(**options)
     halfstep.apply(twin, "fp8-rowwise")
@@ -178,7 +178,7 @@ def test_attention_to_something_else(options):
     assert_same(model(x, other), evaluated(twin, x, other))
 
 
-def test_an_encoder_layer_of_torch():
+def test_torchs_encoder_equals_evaluation():
     torch.manual_seed(0)
     stock = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
     model, twin, x = copy.deepcopy(stock), copy.deepcopy(stock), torch.randn(2, 5, 8)
@@ -213,7 +213,7 @@ class Mixture(nn.Module):
 @pytest.mark.quick("own-False-fp8-current", "own-True-fp8-block", "carried-False-fp8-delayed")
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "mxfp8", "fp8-block"])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_fused_experts(name, transposed):
+def test_fused_experts_equal_evaluation(name, transposed):
     model, x = trained(name, Mixture(transposed)), batch()[0]
     expected, weight = evaluated(model, x), model.experts.down_proj.detach().clone()
     report = halfstep.quantize_model(model, name)
@@ -227,8 +227,8 @@ def test_fused_experts(name, transposed):
 # ---- Smooth-SwiGLU --------------------------------------------------------------------------------------------------
 
 
-def test_smoothing_by_channel_goes_into_the_weights():
-    """On the batch that the scales were measured on, what is rounded is what evaluation rounds."""
+def test_smoothing_by_channel_is_merged_into_the_weights():
+    """On the batch of the scales, the same values are rounded as in evaluation."""
     model, x = gated(), batch()[0]
     with torch.no_grad():
         model[1].up_proj.weight *= torch.logspace(-1, 1, 24)[:, None]
@@ -239,7 +239,7 @@ def test_smoothing_by_channel_goes_into_the_weights():
     expected = evaluated(model, x)
     report = halfstep.quantize_model(model, "fp8-smooth-swiglu", smooth=scales)
     assert report.recipe.name == "fp8-smooth-swiglu"
-    assert (model(x) - expected).norm() < 0.02 * expected.norm()  # w1's scale a tensor is another one now
+    assert (model(x) - expected).norm() < 0.02 * expected.norm()  # w1's scale per tensor is different now
     assert 0 < (model(x) - evaluated(plain, x)).norm() < 0.2 * expected.norm()
 
     halfstep.nn.merge_smooth_scales(merged, scales)
@@ -252,7 +252,7 @@ def test_smoothing_by_channel_goes_into_the_weights():
     assert_same(fresh(x), merged(x))
 
 
-def test_smoothing_by_token_happens_when_it_runs():
+def test_smoothing_by_token_runs_at_inference():
     recipe = replace(get_recipe("fp8-smooth-swiglu"), name="token", smooth_glu="token")
     model, x = trained(recipe, gated()), batch()[0]
     expected = evaluated(model, x)
@@ -260,14 +260,14 @@ def test_smoothing_by_token_happens_when_it_runs():
     assert_same(model(x), expected)
 
 
-# ---- what is kept ---------------------------------------------------------------------------------------------------
+# ---- storage --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick("own-fp8-current", "own-fp8-delayed", "own-fp8-smooth-swiglu")
 @pytest.mark.parametrize("name", mostly_slow(ABLE))
-def test_a_state_dict_loads_into_a_model_quantised_by_the_same_call(name, tmp_path):
+def test_a_state_dict_loads_into_a_model_quantized_by_the_same_call(name, tmp_path):
     model, x = trained(name), batch()[0]
-    halfstep.quantize_model(model, name, **smoothing(name, model))
+    halfstep.quantize_model(model, name, **smooth_options(name, model))
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     fresh = model_for(name)
     with torch.no_grad():
@@ -307,7 +307,7 @@ def test_codes_of_another_format_are_refused():
     ("name", "scales"), [("fp8-current", 4), ("mxfp8", 256 * 512 // 32), ("fp8-block", 2 * 4), ("fp8-rowwise", 512)]
 )
 @pytest.mark.parametrize("products", slow_unless("carried".__eq__, PRODUCTS), indirect=True)
-def test_a_weight_takes_a_byte(name, scales, tmp_path):
+def test_a_quantized_weight_takes_one_byte(name, scales, tmp_path):
     model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.LayerNorm(512, elementwise_affine=False))
     before = stored_bytes(model)
     halfstep.quantize_model(model, name)
@@ -320,7 +320,7 @@ def test_a_weight_takes_a_byte(name, scales, tmp_path):
     assert model(torch.ones(1, 256)).shape == (1, 512)
 
 
-def test_the_codes_are_those_of_ml_dtypes():
+def test_codes_equal_ml_dtypes():
     model = mlp()
     weight = model[0].weight.detach().clone()
     halfstep.quantize_model(model, "fp8-current")
@@ -330,7 +330,7 @@ def test_the_codes_are_those_of_ml_dtypes():
     assert_same(model[0].weight_codes.view(torch.float8_e4m3fn).float() * model[0].weight_scale, model[0].weight)
 
 
-def test_int8_codes_are_those_of_numpy_and_as_near_to_the_weights_as_torchaos():
+def test_int8_codes_equal_numpys_and_are_as_accurate_as_torchaos():
     torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     model = mlp().bfloat16()
     other = copy.deepcopy(model)
@@ -347,7 +347,7 @@ def test_int8_codes_are_those_of_numpy_and_as_near_to_the_weights_as_torchaos():
         assert far[0] == pytest.approx(far[1], rel=0.1)
 
 
-def test_a_tied_weight_stays_whole_and_the_products_the_same():
+def test_a_tied_weight_stays_unquantized_and_outputs_equal_evaluation():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -374,7 +374,7 @@ def test_a_tied_weight_stays_whole_and_the_products_the_same():
         assert_same(twin(ids), expected)
 
 
-def test_layers_whose_forward_product_takes_the_weight_as_it_is_and_those_of_a_filter():
+def test_layers_without_a_weight_quantizer_or_excluded_by_the_filter_are_kept():
     recipe = Recipe("made", "", "", rules=(Rule("0", LinearSpec(Matmul(EIGHT))), Rule("*", linear_spec(*[EIGHT] * 3))))
     model, twin, x = mlp(), mlp(), batch()[0]
     halfstep.apply(twin, recipe)
@@ -387,18 +387,18 @@ def test_layers_whose_forward_product_takes_the_weight_as_it_is_and_those_of_a_f
     assert "parameters: 64 in float8_e4m3fn, 180 in float32" in str(report)
 
 
-def test_the_filter_of_a_model_that_already_follows_the_recipe_is_remembered():
+def test_quantize_model_reuses_the_module_filter_of_apply():
     model = mlp()
     halfstep.apply(model, "mxfp8", lambda module, path: path == "3")
     assert halfstep.quantize_model(model, "mxfp8").quantized == ("3",)
 
 
-# ---- how it behaves -------------------------------------------------------------------------------------------------
+# ---- copies, tracing and refusals -----------------------------------------------------------------------------------
 
 
 @pytest.mark.quick("own-fp8-delayed", "carried-fp8-delayed")
 @pytest.mark.parametrize("name", ["mxfp8", "fp8-delayed", "fp8-block"])
-def test_copies_and_casts(name):
+def test_a_deepcopy_has_its_own_codes(name):
     model, x = trained(name), batch()[0]
     halfstep.quantize_model(model, name)
     twin = copy.deepcopy(model)
@@ -407,7 +407,7 @@ def test_copies_and_casts(name):
     assert not torch.equal(twin(x), model(x))
 
 
-def test_scales_that_somebody_narrowed_are_noticed():
+def test_scales_cast_to_16_bits_are_refused():
     model = mlp()
     halfstep.quantize_model(model, "fp8-current")
     with pytest.raises(QuantizationError, match=r"'scale' is \(1, 1\) torch.float16"):
@@ -418,7 +418,7 @@ def test_scales_that_somebody_narrowed_are_noticed():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.parametrize("products", slow_unless("carried".__eq__, ["own", "carried"]), indirect=True)
 @pytest.mark.parametrize("name", slow_unless("fp8-block".__eq__, ["fp8-current", "fp8-delayed", "mxfp8", "fp8-block"]))
-def test_a_traced_graph_gives_the_same(name):
+def test_a_traced_graph_equals_eager(name):
     torch._dynamo.reset()
     model, x = trained(name), batch()[0]
     halfstep.quantize_model(model, name)
@@ -428,7 +428,7 @@ def test_a_traced_graph_gives_the_same(name):
 
 
 class Gated(nn.Module):
-    """Three gated MLPs in a row with one set of weights: products, and between them what a compiler fuses."""
+    """A gated MLP applied three times: matmuls, and between them operations that a compiler fuses."""
 
     def __init__(self):
         super().__init__()
@@ -442,8 +442,8 @@ class Gated(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it traces
-def test_a_compiled_model_differs_by_the_roundings_that_inductor_leaves_out():
-    """It keeps float32 through what it fuses, where eager rounds to bf16; told to round there, it is eager's equal."""
+def test_inductor_differs_from_eager_only_by_omitted_bf16_roundings():
+    """It keeps float32 in fused operations where eager rounds to bf16; with emulate_precision_casts it equals eager."""
     full = Gated().eval()
     model, x = copy.deepcopy(full), torch.randn(32, 32)
     halfstep.quantize_model(model, "fp8-current")
@@ -463,7 +463,7 @@ def test_a_compiled_model_differs_by_the_roundings_that_inductor_leaves_out():
         assert distance(fused, expected) < 1.1 * distance(eager, expected)
 
 
-def test_it_does_not_train():
+def test_a_quantized_model_refuses_training():
     model, x = mlp(), batch()[0]
     optimizer = adamw(model)
     halfstep.quantize_model(model, "mxfp8")
@@ -482,7 +482,7 @@ def test_it_does_not_train():
     halfstep.advance(model)
 
 
-def test_what_has_no_inference_form():
+def test_unsupported_recipes_and_models_are_refused():
     with pytest.raises(RecipeError, match=r"recipe 'bf16-mixed' rounds no weights .* these do: .*fp8-block.*mxfp8"):
         halfstep.quantize_model(mlp(), "bf16-mixed")
     with pytest.raises(RecipeError, match=r"recipe 'fp32' rounds no weights"):
@@ -510,7 +510,7 @@ def test_what_has_no_inference_form():
 
 
 @pytest.mark.quick("own")
-def test_perez_weights_have_power_of_two_scales_with_the_margin_and_outputs_near_fp16():
+def test_perez_scales_are_powers_of_two_with_a_margin_and_outputs_near_fp16():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
     optimizer, x = adamw(model), torch.randn(64, 8)
@@ -529,12 +529,12 @@ def test_perez_weights_have_power_of_two_scales_with_the_margin_and_outputs_near
         codes = (weight / scale).numpy().astype(ml_dtypes.float8_e4m3fnuz).view(np.uint8)
         assert (layer.weight_codes.numpy() == codes).all()
     error = (model(x) - evaluated(half, x)).norm() / evaluated(half, x).norm()
-    assert 0.001 < error < 0.15  # six operands of 4 significant bits, each 2^-4 / sqrt(3) off
+    assert 0.001 < error < 0.15  # six operands of 4 significant bits, each with an error of 2^-4 / sqrt(3)
     assert F.mse_loss(model(x), target) < 0.2 * target.var()
 
 
-def test_save_pretrained_writes_the_codes_of_a_whole_model_and_refuses_what_it_cannot_say(tmp_path):
-    """What from_pretrained would fill with new random weights is not written; a state dict is."""
+def test_save_pretrained_writes_codes_and_refuses_submodels_and_options(tmp_path):
+    """A submodel is refused because from_pretrained would fill the rest with random weights."""
     config = LlamaConfig(
         vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
     )

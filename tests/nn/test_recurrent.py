@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN layers under every recipe: as stock float32 within rounding, however they are called."""
+"""LSTM, GRU and RNN layers under recipes that round no operand: near stock float32, in every kind of call."""
 
 import itertools
 
@@ -26,8 +26,8 @@ LAYERS = {
     "rnn cell": lambda: nn.RNNCell(8, 6),
 }
 WAYS = ("plain", "with states", "unbatched", "packed", "evaluation", "in 16 bits")
-CELLS = [(layer, way, "here") for layer in LAYERS for way in WAYS if "cell" not in layer or way != "packed"]
-CELLS += [(layer, way, "carried") for layer in list(LAYERS)[:2] for way in WAYS]
+CELLS = [(layer, way, "torch's") for layer in LAYERS for way in WAYS if "cell" not in layer or way != "packed"]
+CELLS += [(layer, way, "emulated") for layer in list(LAYERS)[:2] for way in WAYS]
 
 
 pytestmark = [
@@ -48,11 +48,11 @@ class Model(nn.Module):
         return self.layer(x, states)
 
 
-def floats(value):
+def floating_tensors(value):
     """The floating tensors of nested tuples, packed sequences included."""
     if isinstance(value, torch.Tensor):
         return [value] if value.is_floating_point() else []
-    return [tensor for item in value if item is not None for tensor in floats(item)]
+    return [tensor for item in value if item is not None for tensor in floating_tensors(item)]
 
 
 def inputs(layer, way, stock):
@@ -70,9 +70,9 @@ def inputs(layer, way, stock):
     return x, states if cell else states[1]
 
 
-def compare(name, layer, way, units, monkeypatch):
-    """A layer under a recipe with stock float32: outputs, and in training gradients."""
-    if units == "carried":
+def compare(name, layer, way, kernels, monkeypatch):
+    """Compare a layer under a recipe with stock float32: outputs, and in training gradients."""
+    if kernels == "emulated":
         monkeypatch.setattr(adapter, "lacks_kernel", lambda *_: True)
     stock, model = Model(layer, way == "in 16 bits"), Model(layer, way == "in 16 bits")
     x, states = inputs(layer, way, stock)
@@ -80,7 +80,7 @@ def compare(name, layer, way, units, monkeypatch):
     for each in (stock, model):
         each.train(way != "evaluation")
     with torch.set_grad_enabled(way != "evaluation"):
-        expected, found = floats(stock(x, states)), floats(model(x, states))
+        expected, found = floating_tensors(stock(x, states)), floating_tensors(model(x, states))
     eps = {"fp32": 1e-6, "bf16": 2**-8, "fp16": 2**-11}[recipe.get_recipe(name).compute]
     for actual, wanted in zip(found, expected, strict=True):
         assert actual.dtype == torch.float32
@@ -93,27 +93,27 @@ def compare(name, layer, way, units, monkeypatch):
         assert (own.grad.float() - wanted.grad).norm() <= 20 * eps * wanted.grad.norm() + 1e-6, key
 
 
-every_cell = pytest.mark.parametrize(("layer", "way", "units"), CELLS)
+every_cell = pytest.mark.parametrize(("layer", "way", "kernels"), CELLS)
 
 
 @pytest.mark.quick(
-    "lstm, both ways-with states-here", "lstm, both ways-evaluation-here", "lstm, projected-evaluation-here"
+    "lstm, both ways-with states-torch's", "lstm, both ways-evaluation-torch's", "lstm, projected-evaluation-torch's"
 )
 @every_cell
 @for_each("name", ["fp32", "fp16-mixed", "bf16-master"])
-def test_it_is_stock_float32_within_rounding(name, layer, way, units, monkeypatch):
-    compare(name, layer, way, units, monkeypatch)
+def test_recurrent_layers_are_near_stock_float32(name, layer, way, kernels, monkeypatch):
+    compare(name, layer, way, kernels, monkeypatch)
 
 
 @pytest.mark.slow
 @every_cell
 @for_each("name", ["bf16-mixed", "fp16-master", "bf16-stochastic"])
-def test_it_is_stock_float32_within_rounding_under_the_others(name, layer, way, units, monkeypatch):
-    compare(name, layer, way, units, monkeypatch)
+def test_recurrent_layers_are_near_stock_float32_under_other_recipes(name, layer, way, kernels, monkeypatch):
+    compare(name, layer, way, kernels, monkeypatch)
 
 
-def test_a_carried_lstm_is_float32s_between_two_roundings(monkeypatch):
-    """Written out: rounded weights and inputs, torch's float32 LSTM, rounded outputs and states."""
+def test_an_emulated_lstm_equals_float32_with_rounded_operands_and_outputs(monkeypatch):
+    """Rounded weights and inputs, torch's float32 LSTM, rounded outputs and states."""
     monkeypatch.setattr(adapter, "lacks_kernel", lambda *_: True)
     model, twin, x = Model("lstm"), Model("lstm").layer, torch.randn(3, 4, 8)
     halfstep.apply(model, "fp16-mixed")
@@ -124,14 +124,14 @@ def test_a_carried_lstm_is_float32s_between_two_roundings(monkeypatch):
     for found, wanted in zip((output, *states), (expected, *its), strict=True):
         assert torch.equal(found, wanted.half().float())
     hooked = []
-    model.layer.register_forward_hook(lambda _, __, output: hooked.extend(floats(output)))
+    model.layer.register_forward_hook(lambda _, __, output: hooked.extend(floating_tensors(output)))
     model(x)
     assert {t.dtype for t in hooked} == {torch.float16}
     halfstep.revert(model)
     assert type(model.layer) is nn.LSTM
 
 
-def test_dropout_between_layers_draws_as_the_stock_layer_does(monkeypatch):
+def test_dropout_between_layers_draws_the_stock_layers_mask(monkeypatch):
     monkeypatch.setattr(adapter, "lacks_kernel", lambda *_: True)
     model, stock = nn.ModuleDict({"layer": nn.LSTM(8, 6, 2, dropout=0.5)}), nn.LSTM(8, 6, 2, dropout=0.5)
     stock.load_state_dict(model.layer.state_dict())
@@ -160,7 +160,7 @@ FIRST = in_turn([name for name in RECIPES if name in FAST], KINDS)
 
 @pytest.mark.quick("fp32-LSTM", "fp8-current-LSTM", "bf16-master-GRU")
 @pytest.mark.parametrize(("name", "kind"), slow_unless(FIRST.__contains__, itertools.product(RECIPES, KINDS)))
-def test_it_trains(name, kind):
+def test_a_model_with_a_recurrent_layer_trains(name, kind):
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(6, 5, 8, generator=generator), torch.randn(6, 5, 4, generator=generator)
     model, optimizer, scaler = prepared(name, Tagger(kind))
@@ -175,7 +175,7 @@ def test_it_trains(name, kind):
     assert losses[-1] < losses[0] or name in BREAKS
 
 
-def test_gradients_of_all_that_a_layer_returns_are_collected():
+def test_activation_gradients_collects_all_outputs_of_a_recurrent_layer():
     model = Model("lstm")
     x = pack_padded_sequence(torch.randn(3, 4, 8), [4, 2, 1], batch_first=True)
     with activation_gradients(model) as found:

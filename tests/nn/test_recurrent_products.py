@@ -1,4 +1,5 @@
-"""Recurrent layers that rules reach: torch's own with an identity, and written out where operands are rounded."""
+"""Recurrent layers under rules: equal to torch's with an identity quantizer, and to a reference with rounded
+operands."""
 
 import copy
 import itertools
@@ -47,15 +48,15 @@ def exists(case):
     return "cell" not in case[0] or "packed" not in case[1]
 
 
-def rule(spec, **fields):
+def recipe_with_rule(spec, **fields):
     return Recipe("made", "", "", rules=(Rule("*", spec),), **fields)
 
 
-def floats(value):
+def floating_tensors(value):
     """The floating tensors of nested tuples, packed sequences included."""
     if isinstance(value, torch.Tensor):
         return [value] if value.is_floating_point() else []
-    return [tensor for item in value if item is not None for tensor in floats(item)]
+    return [tensor for item in value if item is not None for tensor in floating_tensors(item)]
 
 
 def inputs(stock, way):
@@ -76,17 +77,17 @@ def inputs(stock, way):
 @for_each(
     "case, way", [*filter(exists, itertools.product(LAYERS, WAYS))], fast=filter(exists, in_turn([*LAYERS], WAYS))
 )
-def test_with_operands_rounded_to_float32_it_is_torchs_layer(case, way):
+def test_recurrent_layers_of_operands_rounded_to_float32_match_torch(case, way):
     stock = LAYERS[case]()
     model = copy.deepcopy(stock)
-    assert halfstep.apply(model, rule(linear_spec(FP32, FP32, FP32))).quantized == ("",)
+    assert halfstep.apply(model, recipe_with_rule(linear_spec(FP32, FP32, FP32))).quantized == ("",)
     x, states = inputs(stock, way)
     outcomes = []
     for each in (stock, model):
         own = PackedSequence(x.data.clone(), *x[1:]) if "packed" in way else x.clone()
         own.data.requires_grad_() if "packed" in way else own.requires_grad_()
         output = each(own, states)
-        found = floats(output)
+        found = floating_tensors(output)
         sum((t * torch.linspace(-1, 1, t.numel()).view(t.shape)).sum() for t in found).backward()
         leaf = own.data if "packed" in way else own
         outcomes.append([*found, leaf.grad, *(p.grad for p in each.parameters())])
@@ -96,11 +97,11 @@ def test_with_operands_rounded_to_float32_it_is_torchs_layer(case, way):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-# ---- what each step multiplies, by hand ------------------------------------------------------------------------------
+# ---- the matmuls of each step, against a reference -------------------------------------------------------------------
 
 
-class Product(torch.autograd.Function):
-    """x w^T in float64 whose six operands are rounded as SPEC says."""
+class RoundedMatmul(torch.autograd.Function):
+    """x w^T in float64 whose six operands are rounded by SPEC."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -117,14 +118,14 @@ class Product(torch.autograd.Function):
 SPEC = LinearSpec(Matmul(E4M3, CUT), Matmul(E5M2, E4M3), Matmul(CUT, E5M2))
 
 
-def written_out(kind, module, x):
-    """The outputs of one layer in one direction, a step at a time."""
+def reference(kind, module, x):
+    """The outputs of one layer in one direction, computed step by step."""
     w_ih, w_hh = module.weight_ih_l0.double(), module.weight_hh_l0.double()
     b_ih, b_hh = module.bias_ih_l0.double(), module.bias_hh_l0.double()
     h = c = torch.zeros(x.shape[1], 6, dtype=torch.float64)
     outputs = []
     for step in x.double():
-        a, b = Product.apply(step, w_ih) + b_ih, Product.apply(h, w_hh) + b_hh
+        a, b = RoundedMatmul.apply(step, w_ih) + b_ih, RoundedMatmul.apply(h, w_hh) + b_hh
         if kind == "rnn":
             h = torch.tanh(a + b)
         elif kind == "lstm":
@@ -140,13 +141,13 @@ def written_out(kind, module, x):
 
 
 @pytest.mark.parametrize(("kind", "make"), [("rnn", nn.RNN), ("lstm", nn.LSTM), ("gru", nn.GRU)])
-def test_every_product_of_every_step_rounds_its_operands(kind, make):
-    """Near-ties of rounding may fall either way after sums in another precision: they are few."""
+def test_every_matmul_of_every_step_rounds_its_operands(kind, make):
+    """Sums in another precision may round a few near-ties the other way."""
     stock, x = make(8, 6), torch.randn(5, 3, 8)
     model = copy.deepcopy(stock)
-    halfstep.apply(model, rule(SPEC))
+    halfstep.apply(model, recipe_with_rule(SPEC))
     output = model(x)[0]
-    expected = written_out(kind, stock, x)
+    expected = reference(kind, stock, x)
     plain = copy.deepcopy(stock)
     for y in (output, expected.float(), plain(x)[0]):
         (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
@@ -157,7 +158,7 @@ def test_every_product_of_every_step_rounds_its_operands(kind, make):
 
 
 @for_each("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_a_cell_is_a_step_of_its_layer_bit_for_bit(kind):
+def test_a_cell_equals_one_step_of_its_layer(kind):
     layer, cell = kind(8, 6), getattr(nn, f"{kind.__name__}Cell")(8, 6)
     for name, parameter in cell.named_parameters():
         parameter.data = getattr(layer, f"{name}_l0").detach().clone()
@@ -167,17 +168,16 @@ def test_a_cell_is_a_step_of_its_layer_bit_for_bit(kind):
     state = (state, torch.randn(1, 4, 6)) if kind is nn.LSTM else state
     stepped = cell(x[0], tuple(s[0] for s in state) if kind is nn.LSTM else state[0])
     output, last = layer(x, state)
-    assert_same(floats([stepped]), [t[0] for t in floats([last])])
-    assert_same(floats([stepped])[0], output[0])
+    assert_same(floating_tensors([stepped]), [t[0] for t in floating_tensors([last])])
+    assert_same(floating_tensors([stepped])[0], output[0])
 
 
 @few_and_every
-def test_a_weight_is_rounded_once_a_forward_to_the_same_operands(names):
-    """By the layer, and by a call of `ops.linear` with the weight itself.
+def test_a_weight_rounded_beforehand_gives_the_operands_of_ops_linear(names):
+    """Compared with `ops.linear` of the weight itself.
 
-    A weight that draws (of stochastic rounding, or of a rotation's signs) draws earlier where it is rounded beforehand,
-    so that all later draws differ: it is rounded to the nearest here, and its rotation's signs are fixed.
-    """
+    A weight that is rounded stochastically or with random signs draws earlier if it is rounded beforehand, which
+    changes all later draws, so rounding is to nearest and signs are fixed."""
 
     @for_each("name", names)
     def check(name):
@@ -203,7 +203,7 @@ def test_a_weight_is_rounded_once_a_forward_to_the_same_operands(names):
     check()
 
 
-# ---- how a model is used ---------------------------------------------------------------------------------------------
+# ---- models with recurrent layers ------------------------------------------------------------------------------------
 
 
 class Reader(nn.Module):
@@ -223,18 +223,18 @@ class Reader(nn.Module):
 
 @pytest.mark.slow  # nn/test_convolutions.py has the fast one
 @for_each("name", ["bf16-kahan", "fp8-delayed", "fp8lm-o3"])
-def test_checkpointed_copied_and_reverted_it_is_the_same(name):
+def test_checkpointed_copied_and_reverted_networks_give_the_same_bits(name):
     model, (x, _) = reverted(name, Reader), batch()
     assert_same(model(x), model(x))
 
 
 @pytest.mark.slow
 @for_each("name", [n for n in EVERY if n not in {*SMOOTH, *PROJECTED}])  # there is no linear layer to project
-def test_so_it_is_under_every_recipe(name):
-    test_checkpointed_copied_and_reverted_it_is_the_same.__wrapped__(name)
+def test_checkpointed_copied_and_reverted_networks_under_every_recipe(name):
+    test_checkpointed_copied_and_reverted_networks_give_the_same_bits.__wrapped__(name)
 
 
-def test_each_layer_direction_and_product_has_states_of_its_own_of_all_steps():
+def test_each_layer_direction_and_matmul_has_a_state_over_all_steps():
     model, optimizer, scaler = prepared("fp8-delayed", Reader())
     train(model, optimizer, scaler, 2)
     names = {n.removeprefix("read._halfstep_scaling_") for n, _ in model.named_buffers() if n.startswith("read.")}
@@ -247,14 +247,14 @@ def test_each_layer_direction_and_product_has_states_of_its_own_of_all_steps():
     states = dict(model.read.named_buffers())
     assert float(states["_halfstep_scaling_ih_l0__input"][1]) == seen[0].abs().max().item()
     hidden, (last, _) = seen[1]
-    inner = torch.cat([hidden[:, :-1, :4], hidden[:, 1:, 4:]])  # what each direction of the last layer read of itself
+    inner = torch.cat([hidden[:, :-1, :4], hidden[:, 1:, 4:]])  # each direction's recurrent inputs in the last layer
     recorded = max(float(states[f"_halfstep_scaling_hh_l1{way}__input"][1]) for way in ("", "_reverse"))
     assert recorded == inner.abs().max().item()
     assert last.shape == (4, 3, 4)
 
 
-def test_gradients_of_16_bit_weights_add_up_in_float32():
-    """bf16 weights and hundreds of steps."""
+def test_gradients_of_bf16_weights_are_accumulated_in_float32():
+    """Over hundreds of steps."""
     layer = nn.RNN(1, 1, bias=False, nonlinearity="relu")
     with torch.no_grad():
         layer.weight_ih_l0.fill_(1.0)
@@ -263,11 +263,11 @@ def test_gradients_of_16_bit_weights_add_up_in_float32():
     halfstep.apply(layer, Recipe("made", "", "", weights="bf16", compute="bf16", rules=(Rule("*", spec),)))
     x = torch.ones(320, 1, 1)
     layer(x)[0].sum().backward()
-    assert float(layer.weight_hh_l0.grad) == 320  # 319 terms of 1, rounded to bf16; its sums stop at 256
+    assert float(layer.weight_hh_l0.grad) == 320  # 319 terms of 1, rounded to bf16; a sum in bf16 would stop at 256
 
 
 @few_and_every
-def test_quantised_for_inference_it_computes_what_evaluation_does_and_says_what_stays_whole(names):
+def test_quantize_model_equals_evaluation_and_reports_kept_recurrent_layers(names):
     @for_each("name", names)
     def check(name):
         if recipe.get_recipe(name).rules[-1].linear.output.rhs is None:
@@ -290,7 +290,7 @@ def test_quantised_for_inference_it_computes_what_evaluation_does_and_says_what_
 @pytest.mark.slow  # what the fast tests trace goes the same way
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed"])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-def test_a_compiled_cell_is_the_same(name):
+def test_a_compiled_cell_equals_eager(name):
     class Cells(nn.Module):
         def __init__(self):
             super().__init__()
@@ -312,8 +312,8 @@ def test_a_compiled_cell_is_the_same(name):
 @pytest.mark.slow  # what `test_tracing` asks, in a layer
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # and that too
-def test_a_compiled_layer_whose_graph_breaks_draws_what_the_layer_draws():
-    """Its recurrent weight is rounded once for all steps, and not again in each."""
+def test_a_compiled_layer_with_a_graph_break_draws_the_eager_signs():
+    """Its recurrent weight is rounded once for all steps, not in each."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     plain, x = nn.LSTM(8, 6, batch_first=True), torch.randn(3, 4, 8)
@@ -326,23 +326,23 @@ def test_a_compiled_layer_whose_graph_breaks_draws_what_the_layer_draws():
     assert_same(grads(compiled), grads(plain))
 
 
-def test_a_layer_that_a_rule_keeps_is_the_stock_layer_bit_for_bit():
+def test_a_layer_kept_by_a_rule_equals_bf16_autocasts():
     keep = Rule("read", LinearSpec(), why="the reader")
-    made = rule(recipe.get_recipe("fp8-current").rules[-1].linear, compute="bf16")
+    made = recipe_with_rule(recipe.get_recipe("fp8-current").rules[-1].linear, compute="bf16")
     kept = Recipe("kept", "", "", compute="bf16", rules=(keep, *made.rules))
     model, mixed, x = Reader(), Reader(), torch.randn(3, 4, 2)
     assert halfstep.apply(model, kept).kept == {"read": "the reader"}
     halfstep.apply(mixed, "bf16-mixed")
     with halfstep.following(model), halfstep.following(mixed):
-        assert_same(floats(model.read(x)), floats(mixed.read(x)))
+        assert_same(floating_tensors(model.read(x)), floating_tensors(mixed.read(x)))
     report = halfstep.apply(Reader(), "fp8-current", lambda module, path: path != "cell")
     assert report.quantized == ("read",)
 
 
-def test_dropout_between_layers_draws_as_the_stock_layer_does():
+def test_dropout_between_layers_draws_the_stock_layers_mask():
     stock = nn.GRU(8, 6, 3, dropout=0.5)
     model = copy.deepcopy(stock)
-    halfstep.apply(model, rule(linear_spec(FP32, FP32, FP32)))
+    halfstep.apply(model, recipe_with_rule(linear_spec(FP32, FP32, FP32)))
     outputs = []
     for each in (stock, model):
         torch.manual_seed(3)
@@ -352,7 +352,7 @@ def test_dropout_between_layers_draws_as_the_stock_layer_does():
     assert_same(model(torch.ones(4, 2, 8))[0], model(torch.ones(4, 2, 8))[0])
 
 
-WRONG = {
+INVALID = {
     "no steps": (lambda: nn.LSTM(8, 6), (torch.ones(0, 2, 8),), ModelError, "at least one step"),
     "one dimension": (lambda: nn.GRU(8, 6), (torch.ones(8),), ModelError, r"found an input of shape \(8,\)"),
     "states with a batch": (
@@ -369,16 +369,16 @@ WRONG = {
 }  # fmt: skip
 
 
-@for_each("case", WRONG)
-def test_wrong_input_is_an_error(case):
-    make, arguments, error, words = WRONG[case]
+@for_each("case", INVALID)
+def test_invalid_inputs_are_refused(case):
+    make, arguments, error, words = INVALID[case]
     model = make()
     halfstep.apply(model, "fp8-current")
     with pytest.raises(error, match=words):
         model(*arguments)
 
 
-def test_the_second_derivative_is_refused():
+def test_second_derivatives_are_refused():
     model = nn.GRU(2, 2)
     halfstep.apply(model, "fp8-current")
     x = torch.randn(3, 1, 2, requires_grad=True)
@@ -387,13 +387,13 @@ def test_the_second_derivative_is_refused():
         grad.sum().backward()
 
 
-def test_a_layer_that_rounds_asks_for_no_kernel_of_onednn(monkeypatch):
-    """Its products are its own, in the recipe's dtype, on a CPU whose LSTM of torch's computes in float32 too."""
+def test_a_rounded_layer_does_not_depend_on_onednns_kernels(monkeypatch):
+    """Its matmuls are halfstep's own, also on a CPU whose LSTM of torch's computes in float32."""
     outputs = []
     for lacks in (False, True):
         monkeypatch.setattr(recurrent, "lacks_kernel", lambda dtype, device, lacks=lacks: lacks)
         torch.manual_seed(0)
         layer = nn.LSTM(8, 6)
         halfstep.apply(layer, "fp8-current")
-        outputs.append(floats(layer(torch.randn(3, 4, 8))))
+        outputs.append(floating_tensors(layer(torch.randn(3, 4, 8))))
     assert_same(*outputs)

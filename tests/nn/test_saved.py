@@ -1,4 +1,4 @@
-"""What autograd keeps in few bits: which numbers change, which do not, and what is kept of what."""
+"""Tensors saved for backward in few bits (`saved` of a recipe): which results change, and which tensor is saved how."""
 
 import copy
 import pickle
@@ -23,13 +23,13 @@ OPERANDS = Saved(operands=True)
 ROUNDS = ("fp8-current", "fp8-delayed", "fp8lm-o1", "fp8-amax")
 
 
-def under(recipe, saved):
+def with_saved(recipe, saved):
     recipe = get_recipe(recipe)
     return replace(recipe, name=f"{recipe.name}-kept", saved=saved)
 
 
 class LlamaRMSNorm(nn.Module):
-    """As Hugging Face writes it."""
+    """A copy of Hugging Face's."""
 
     def __init__(self, width):
         super().__init__()
@@ -41,7 +41,7 @@ class LlamaRMSNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """A norm, three products of what it gives, a gated MLP."""
+    """A norm, three matmuls of its output, and a gated MLP."""
 
     def __init__(self, width=32):
         super().__init__()
@@ -67,15 +67,15 @@ def data(seed=1, rows=24):
     return torch.randn(3, rows, 16, generator=generator), torch.randn(3, rows, 8, generator=generator)
 
 
-def gradients(recipe, made=None, x=None, apply=True):
-    made = model() if made is None else made
+def gradients(recipe, net=None, x=None, apply=True):
+    net = model() if net is None else net
     if apply:
-        halfstep.apply(made, recipe)
-    for parameter in made.parameters():
+        halfstep.apply(net, recipe)
+    for parameter in net.parameters():
         parameter.grad = None
     inputs, target = data()
-    F.mse_loss(made(inputs if x is None else x), target).backward()
-    return grads(made)
+    F.mse_loss(net(inputs if x is None else x), target).backward()
+    return grads(net)
 
 
 def error_of(found, expected):
@@ -83,58 +83,58 @@ def error_of(found, expected):
     return float((a - b).norm() / b.norm())
 
 
-# ---- numbers --------------------------------------------------------------------------------------------------------
+# ---- bits of gradients ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick("fp8-delayed", "fp8-amax")
 @pytest.mark.parametrize("recipe", ROUNDS)
-def test_codes_of_operands_move_no_bit(recipe):
+def test_saving_operands_as_codes_changes_no_bit(recipe):
     expected = gradients(get_recipe(recipe))
-    assert_same(gradients(under(recipe, OPERANDS)), expected)
+    assert_same(gradients(with_saved(recipe, OPERANDS)), expected)
 
 
-def test_steps_with_scaling_states_and_accumulation_move_no_bit():
+def test_saving_operands_as_codes_changes_no_bit_of_a_trained_model():
     def trained(recipe):
-        made = model()
-        made, optimizer, scaler = halfstep.prepare(made, torch.optim.AdamW(made.parameters(), lr=1e-2), recipe)
+        net = model()
+        net, optimizer, scaler = halfstep.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2), recipe)
         for step in range(3):
             optimizer.zero_grad()
             for part in range(2):
                 x, y = data(10 * step + part)
-                scaler.scale(F.mse_loss(made(x), y)).backward()
+                scaler.scale(F.mse_loss(net(x), y)).backward()
             scaler.step(optimizer)
             scaler.update()
-        return made.state_dict()
+        return net.state_dict()
 
-    assert_same(trained(under("fp8-delayed", OPERANDS)), trained(get_recipe("fp8-delayed")))
+    assert_same(trained(with_saved("fp8-delayed", OPERANDS)), trained(get_recipe("fp8-delayed")))
 
 
-def test_a_storage_of_the_tensors_own_dtype_moves_no_bit():
+def test_saving_in_the_tensors_own_dtype_changes_no_bit():
     saved = Saved(nonlinear=get_storage("bf16"))
-    made, twin = model(), model()
-    for each in (made, twin):
+    net, twin = model(), model()
+    for each in (net, twin):
         for block in each[1:3]:
-            block.last = block.norm = nn.Identity()  # what is left saves tensors in bfloat16 alone
-    assert_same(gradients(under("bf16-mixed", saved), made), gradients("bf16-mixed", twin))
+            block.last = block.norm = nn.Identity()  # the other modules save bfloat16 tensors only
+    assert_same(gradients(with_saved("bf16-mixed", saved), net), gradients("bf16-mixed", twin))
 
 
-def test_groups_change_gradients_a_little_and_outputs_not_at_all():
-    made, twin = model(), model()
-    found, expected = gradients(under(FP8, COAT), made), gradients(FP8, twin)
+def test_coats_groups_change_gradients_slightly_and_outputs_not():
+    net, twin = model(), model()
+    found, expected = gradients(with_saved(FP8, COAT), net), gradients(FP8, twin)
     x, _ = data()
-    assert torch.equal(made(x), twin(x))
+    assert torch.equal(net(x), twin(x))
     assert 1e-4 < error_of(found, expected) < 0.1
 
 
 @pytest.mark.parametrize("kind", [nn.GELU, nn.SiLU, lambda: nn.LayerNorm(32, elementwise_affine=False)])
-def test_the_gradient_is_that_at_the_values_of_the_codes(kind):
-    """Those of a function that is its input's alone."""
-    made = nn.Sequential(nn.Linear(32, 32), kind())
-    halfstep.apply(made, replace(get_recipe("fp32"), name="kept", saved=Saved(nonlinear=COAT.nonlinear)))
+def test_the_gradient_is_computed_from_the_decoded_input(kind):
+    """For functions whose gradient depends on their input only."""
+    net = nn.Sequential(nn.Linear(32, 32), kind())
+    halfstep.apply(net, replace(get_recipe("fp32"), name="kept", saved=Saved(nonlinear=COAT.nonlinear)))
     x = torch.randn(5, 32)
-    middle = made[0](x).detach().requires_grad_()
+    middle = net[0](x).detach().requires_grad_()
     weights = torch.randn(5, 32)
-    (got,) = torch.autograd.grad((made[1](middle + 0) * weights).sum(), middle)
+    (got,) = torch.autograd.grad((net[1](middle + 0) * weights).sum(), middle)
     rounded = ops.quantize(middle.detach().view(1, -1), COAT.nonlinear.quantizer).dequantize().view(5, 32)
     if kind is nn.GELU:
         expected = torch.ops.aten.gelu_backward(weights, rounded)
@@ -149,33 +149,34 @@ def test_the_gradient_is_that_at_the_values_of_the_codes(kind):
     assert not torch.equal(got, plain)
 
 
-def test_last_blocks_that_are_short_and_inputs_that_are_not_contiguous():
+def test_short_last_blocks_and_strided_inputs_give_near_gradients():
     for shape in ((5, 24), (3, 7, 10), (1, 3)):
-        made = nn.Sequential(nn.Linear(shape[-1], shape[-1]), nn.LayerNorm(shape[-1]), nn.GELU())
-        twin = copy.deepcopy(made)
-        halfstep.apply(made, replace(get_recipe("fp32"), name="kept", saved=Saved(nonlinear=COAT.nonlinear)))
+        net = nn.Sequential(nn.Linear(shape[-1], shape[-1]), nn.LayerNorm(shape[-1]), nn.GELU())
+        twin = copy.deepcopy(net)
+        halfstep.apply(net, replace(get_recipe("fp32"), name="kept", saved=Saved(nonlinear=COAT.nonlinear)))
         x = torch.randn(*shape[:-1], shape[-1])
         x = x.transpose(0, -2).contiguous().transpose(0, -2) if x.dim() > 2 else x
-        for each in (made, twin):
+        for each in (net, twin):
             each(x).square().sum().backward()
-        assert error_of(grads(made), grads(twin)) < 0.2
+        assert error_of(grads(net), grads(twin)) < 0.2
 
 
-# ---- what is kept ---------------------------------------------------------------------------------------------------
+# ---- what is saved --------------------------------------------------------------------------------------------------
 
 
-def kept(recipe, made=None, x=None):
-    made = model() if made is None else made
-    halfstep.apply(made, recipe)
-    with saving(made) as saved:
-        output = made(data()[0] if x is None else x)
+def saved_tensors(recipe, net=None, x=None):
+    """The report of the tensors that a forward saves, and the output."""
+    net = model() if net is None else net
+    halfstep.apply(net, recipe)
+    with saving(net) as saved:
+        output = net(data()[0] if x is None else x)
     return saved.now(), output
 
 
-def test_products_of_one_input_keep_it_once():
-    rows = {(row.module, row.form): row.bytes for row in kept(under(FP8, COAT))[0].rows}
+def test_an_input_of_several_matmuls_is_saved_once():
+    rows = {(row.module, row.form): row.bytes for row in saved_tensors(with_saved(FP8, COAT))[0].rows}
     elements = 3 * 24 * 32
-    assert rows["1.norm", "codes"] == 2 * (elements + elements // 8)  # x, and x / rms, which torch keeps too
+    assert rows["1.norm", "codes"] == 2 * (elements + elements // 8)  # x, and x / rms, which torch saves too
     assert rows["1.q", "codes"] == elements
     assert ("1.k", "codes") not in rows
     assert rows["1.last", "codes"] == elements + elements // 8
@@ -184,17 +185,17 @@ def test_products_of_one_input_keep_it_once():
     inner = 3 * 24 * 48
     assert rows["1.mlp.down_proj", "codes"] == inner
     assert rows["1.mlp", "codes"] + rows["1.mlp.act_fn", "codes"] == 3 * (inner + inner // 8)
-    assert rows["1", "bfloat16"] == 2 * 2 * elements  # the model's own product, which nothing is known of
+    assert rows["1", "bfloat16"] == 2 * 2 * elements  # a product in the model's own forward, which no adapter handles
 
 
-def test_it_is_less():
-    with_codes, without = kept(under(FP8, COAT))[0], kept(FP8)[0]
+def test_saving_codes_halves_the_saved_bytes():
+    with_codes, without = saved_tensors(with_saved(FP8, COAT))[0], saved_tensors(FP8)[0]
     assert without.codes == 0
     assert without.total > 2 * with_codes.total
 
 
-def test_the_report_names_what_is_saved_so():
-    report = halfstep.apply(model(), under(FP8, COAT))
+def test_the_report_names_modules_that_save_in_few_bits():
+    report = halfstep.apply(model(), with_saved(FP8, COAT))
     assert {"1.norm", "1.mlp", "1.q"} < set(report.saved)
     assert "saved for the backward pass in few bits" in str(report)
     bare = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
@@ -204,62 +205,62 @@ def test_the_report_names_what_is_saved_so():
 
 
 @pytest.mark.parametrize("quiet", [torch.no_grad, torch.inference_mode])
-def test_nothing_is_kept_where_nobody_asks_for_gradients(quiet):
-    made, twin = model(), model()
-    halfstep.apply(made, under(FP8, COAT))
+def test_nothing_is_saved_without_gradients(quiet):
+    net, twin = model(), model()
+    halfstep.apply(net, with_saved(FP8, COAT))
     halfstep.apply(twin, FP8)
     with quiet():
-        assert torch.equal(made(data()[0]), twin(data()[0]))
-    keeping = made[1].q._halfstep.saved_codes
+        assert torch.equal(net(data()[0]), twin(data()[0]))
+    keeping = net[1].q._halfstep.saved_codes
     assert not keeping._kept
 
 
-def test_frozen_weights_keep_no_input():
-    made = model()
-    for parameter in made[1].q.parameters():
+def test_frozen_layers_save_no_input():
+    net = model()
+    for parameter in net[1].q.parameters():
         parameter.requires_grad_(False)
-    rows = {(row.module, row.form) for row in kept(under(FP8, COAT), made)[0].rows}
+    rows = {(row.module, row.form) for row in saved_tensors(with_saved(FP8, COAT), net)[0].rows}
     assert ("1.q", "codes") not in rows
     assert ("1.k", "codes") in rows
-    made, twin = model(), model()
-    for each, recipe in ((made, under(FP8, OPERANDS)), (twin, FP8)):
+    net, twin = model(), model()
+    for each, recipe in ((net, with_saved(FP8, OPERANDS)), (twin, FP8)):
         each[1].q.requires_grad_(False)
         halfstep.apply(each, recipe)
         each(data()[0]).square().sum().backward()
-    found, expected = (dict(each.named_parameters()) for each in (made, twin))
+    found, expected = (dict(each.named_parameters()) for each in (net, twin))
     assert found["1.q.weight"].grad is None
     assert_same(*({n: p.grad for n, p in each.items() if p.requires_grad} for each in (found, expected)))
 
 
-def test_memory_that_is_taken_again_is_not_taken_for_what_it_held():
-    """A tensor that is gone, and another at its address: `place_of` alone could not tell them apart."""
-    made, twin = nn.Sequential(nn.Linear(64, 64)), nn.Sequential(nn.Linear(64, 64))
-    twin.load_state_dict(made.state_dict())
-    halfstep.apply(made, under(FP8, OPERANDS))
+def test_a_reused_address_is_not_mistaken_for_the_freed_tensor():
+    """`place_of` alone could not distinguish a new tensor from a freed one at the same address."""
+    net, twin = nn.Sequential(nn.Linear(64, 64)), nn.Sequential(nn.Linear(64, 64))
+    twin.load_state_dict(net.state_dict())
+    halfstep.apply(net, with_saved(FP8, OPERANDS))
     halfstep.apply(twin, FP8)
     addresses, alive = set(), []
     for number in range(100):
         x = torch.full((64, 64), float(number + 1))
         addresses.add(x.data_ptr())
-        alive.append(made(x))
+        alive.append(net(x))
         assert torch.equal(alive[-1], twin(x)), number
         del x
-    assert len(addresses) < 100, "no address came twice: the test shows nothing"
+    assert len(addresses) < 100, "no address was reused: the test shows nothing"
 
 
-def test_the_codes_of_what_was_written_to_are_made_anew():
-    made, twin = model()[1], model()[1]
-    halfstep.apply(made, under(FP8, COAT))
+def test_an_input_written_in_place_is_encoded_again():
+    net, twin = model()[1], model()[1]
+    halfstep.apply(net, with_saved(FP8, COAT))
     halfstep.apply(twin, FP8)
-    for each in (made, twin):
+    for each in (net, twin):
         x = torch.ones(4, 32)
         with halfstep.following(each):
             first = each.q(x)
             x[0] = 3
             (first.sum() + each.k(x).sum()).float().backward()
-    assert torch.equal(made.k.weight.grad, twin.k.weight.grad)
-    assert torch.equal(made.q.weight.grad, twin.q.weight.grad)
-    assert not torch.equal(made.q.weight.grad, made.k.weight.grad)
+    assert torch.equal(net.k.weight.grad, twin.k.weight.grad)
+    assert torch.equal(net.q.weight.grad, twin.q.weight.grad)
+    assert not torch.equal(net.q.weight.grad, net.k.weight.grad)
 
 
 def by_numpy(x, values):
@@ -272,12 +273,12 @@ def by_data(x, values):
 
 @pytest.mark.parametrize("write", [by_numpy, by_data])
 @pytest.mark.parametrize("seen", [lambda x: x, lambda x: x.view(6, 32)], ids=["itself", "a view"])
-def test_inputs_written_to_without_a_version_are_read_anew(write, seen):
-    """A loader's memory, or what a rank receives into, filled again while the first graph lives."""
-    made = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32)), nn.Sequential(nn.Linear(32, 8))
+def test_inputs_written_without_a_version_counter_are_encoded_again(write, seen):
+    """As a loader's buffer, or a receive buffer of a rank, that is refilled while the first graph lives."""
+    net = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32)), nn.Sequential(nn.Linear(32, 8))
     first, second = data(rows=4)[0].reshape(-1, 32), data(seed=5, rows=4)[0].reshape(-1, 32)
-    for each in made:
-        halfstep.apply(each, under(FP8, COAT))
+    for each in net:
+        halfstep.apply(each, with_saved(FP8, COAT))
         x = first.clone()
         alive = each(seen(x))
         write(x, second)
@@ -292,39 +293,39 @@ def test_inputs_written_to_without_a_version_are_read_anew(write, seen):
         assert_same(grads(each), got)
 
 
-# ---- autograd's promises --------------------------------------------------------------------------------------------
+# ---- in-place writes, checkpointing, hooks --------------------------------------------------------------------------
 
 
-def test_a_write_to_what_is_left_alone_is_the_error_that_it_was():
-    made = model()
-    halfstep.apply(made, under(FP8, COAT))
-    loss = made(data()[0]).sum()
+def test_a_write_to_an_unencoded_saved_tensor_is_torchs_error():
+    net = model()
+    halfstep.apply(net, with_saved(FP8, COAT))
+    loss = net(data()[0]).sum()
     with torch.no_grad():
-        made[1].last.weight.add_(1)
+        net[1].last.weight.add_(1)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*expected version"):
         loss.backward()
 
 
-def test_a_write_to_what_is_codes_does_no_harm():
-    """What was kept of it is what it was. Without `saved`, torch would refuse."""
+def test_a_write_to_an_encoded_saved_tensor_changes_no_gradient():
+    """Without `saved`, torch would refuse."""
     recipe = replace(get_recipe("fp32"), name="kept", saved=Saved(nonlinear=COAT.nonlinear))
 
     def found(write):
         torch.manual_seed(0)
-        made = nn.Sequential(nn.Linear(32, 32), nn.GELU())
-        halfstep.apply(made, recipe)
-        x = made[0](torch.ones(4, 32))
-        y = made[1](x)
+        net = nn.Sequential(nn.Linear(32, 32), nn.GELU())
+        halfstep.apply(net, recipe)
+        x = net[0](torch.ones(4, 32))
+        y = net[1](x)
         if write:
             x.mul_(2)
         y.sum().backward()
-        return grads(made)
+        return grads(net)
 
     assert_same(found(True), found(False))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_moves_no_bit(reentrant):
+def test_checkpointing_changes_no_bit(reentrant):
     class Checkpointed(nn.Module):
         def __init__(self, how):
             super().__init__()
@@ -336,36 +337,36 @@ def test_checkpointing_moves_no_bit(reentrant):
                 x = block(x) if self.how is None else checkpoint(block, x, use_reentrant=self.how)
             return self.body[3](x)
 
-    expected = gradients(under(FP8, COAT), Checkpointed(None))
-    assert_same(gradients(under(FP8, COAT), Checkpointed(reentrant)), expected)
+    expected = gradients(with_saved(FP8, COAT), Checkpointed(None))
+    assert_same(gradients(with_saved(FP8, COAT), Checkpointed(reentrant)), expected)
 
 
-def test_a_checkpoint_that_begins_with_a_leaf_keeps_it_as_it_did():
-    """As behind a frozen embedding, whose output adapters in a checkpointed block have require a gradient."""
+def test_checkpointing_a_block_with_a_leaf_input_changes_no_bit():
+    """As behind a frozen embedding whose output requires a gradient for adapters in a checkpointed block."""
     found = []
     for checkpoints in (False, True):
         torch.manual_seed(0)
         block = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
-        halfstep.apply(made := nn.Sequential(block), under(FP8, COAT))
+        halfstep.apply(net := nn.Sequential(block), with_saved(FP8, COAT))
         x = data()[0].repeat(1, 1, 2).requires_grad_()
-        with halfstep.following(made):
+        with halfstep.following(net):
             y = checkpoint(block, x, use_reentrant=False) if checkpoints else block(x)
         y.float().square().sum().backward()
-        found.append([x.grad, *grads(made).values()])
+        found.append([x.grad, *grads(net).values()])
     assert_same(*found)
 
 
-def test_checkpointing_the_whole_model_moves_no_bit():
-    made, twin = model(), model()
-    halfstep.apply(made, under(FP8, COAT))
+def test_checkpointing_the_whole_model_changes_no_bit():
+    net, twin = model(), model()
+    halfstep.apply(net, with_saved(FP8, COAT))
     x, target = data()
-    F.mse_loss(checkpoint(made, x, use_reentrant=False), target).backward()
-    assert_same(grads(made), gradients(under(FP8, COAT), twin))
+    F.mse_loss(checkpoint(net, x, use_reentrant=False), target).backward()
+    assert_same(grads(net), gradients(with_saved(FP8, COAT), twin))
 
 
-def test_offload_takes_codes_and_moves_no_bit():
-    made, seen = model(), []
-    halfstep.apply(made, under(FP8, COAT))
+def test_offloading_saved_tensors_offloads_codes_and_changes_no_bit():
+    net, seen = model(), []
+    halfstep.apply(net, with_saved(FP8, COAT))
     x, target = data()
 
     class Offload(torch.autograd.graph.saved_tensors_hooks):
@@ -373,73 +374,73 @@ def test_offload_takes_codes_and_moves_no_bit():
             super().__init__(lambda t: seen.append(t.dtype) or t.clone(), lambda t: t)
 
     with torch.autograd.graph.save_on_cpu():
-        F.mse_loss(made(x), target).backward()
-    expected = gradients(under(FP8, COAT))
-    assert_same(grads(made), expected)
-    made.zero_grad()
+        F.mse_loss(net(x), target).backward()
+    expected = gradients(with_saved(FP8, COAT))
+    assert_same(grads(net), expected)
+    net.zero_grad()
     with Offload():
-        F.mse_loss(made(x), target).backward()
-    assert_same(grads(made), expected)
+        F.mse_loss(net(x), target).backward()
+    assert_same(grads(net), expected)
     assert seen.count(torch.uint8) > 8
 
 
-def test_a_graph_that_is_kept_gives_its_gradients_twice():
-    made = model()
-    halfstep.apply(made, under(FP8, COAT))
-    loss = made(data()[0]).square().mean()
+def test_a_retained_graph_gives_the_same_gradients_twice():
+    net = model()
+    halfstep.apply(net, with_saved(FP8, COAT))
+    loss = net(data()[0]).square().mean()
     loss.backward(retain_graph=True)
-    once = {name: grad.clone() for name, grad in grads(made).items()}
-    made.zero_grad()
+    once = {name: grad.clone() for name, grad in grads(net).items()}
+    net.zero_grad()
     loss.backward()
-    assert_same(grads(made), once)
+    assert_same(grads(net), once)
 
 
-def test_second_derivatives_through_what_no_product_rounds():
+def test_second_derivatives_work_without_rounded_matmuls_and_are_refused_with():
     recipe = replace(get_recipe("fp32"), name="kept", saved=Saved(nonlinear=COAT.nonlinear))
 
-    def penalty(made):
+    def penalty(net):
         x = data()[0].requires_grad_()
-        (slope,) = torch.autograd.grad(made(x).sum(), x, create_graph=True)
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
         slope.square().sum().backward()
-        return {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
+        return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
 
-    made, twin = model(), model()
-    halfstep.apply(made, recipe)
-    found = penalty(made)
+    net, twin = model(), model()
+    halfstep.apply(net, recipe)
+    found = penalty(net)
     assert 0 < error_of(found, penalty(twin)) < 0.1
-    made = model()
-    halfstep.apply(made, under(FP8, COAT))
+    net = model()
+    halfstep.apply(net, with_saved(FP8, COAT))
     with pytest.raises(halfstep.HalfstepError, match="second derivative"):
-        penalty(made)
+        penalty(net)
 
 
-def test_transforms_of_torch_func_take_gradients_as_they_are():
+def test_torch_func_grad_ignores_saved():
     recipe = replace(get_recipe("fp32"), name="kept", saved=Saved(nonlinear=COAT.nonlinear))
-    made, twin = nn.Sequential(nn.LayerNorm(16), nn.GELU()), nn.Sequential(nn.LayerNorm(16), nn.GELU())
-    halfstep.apply(made, recipe)
+    net, twin = nn.Sequential(nn.LayerNorm(16), nn.GELU()), nn.Sequential(nn.LayerNorm(16), nn.GELU())
+    halfstep.apply(net, recipe)
     x = torch.randn(4, 16)
-    assert torch.equal(*[torch.func.grad(lambda x, each=each: each(x).sum())(x) for each in (made, twin)])
+    assert torch.equal(*[torch.func.grad(lambda x, each=each: each(x).sum())(x) for each in (net, twin)])
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 
-def test_copies_pickles_and_the_way_back():
-    made = model()
-    halfstep.apply(made, under(FP8, COAT))
-    expected = {name: grad.clone() for name, grad in gradients(None, made, apply=False).items()}
-    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+def test_copies_and_pickles_give_the_same_gradients_and_revert_restores():
+    net = model()
+    halfstep.apply(net, with_saved(FP8, COAT))
+    expected = {name: grad.clone() for name, grad in gradients(None, net, apply=False).items()}
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert_same(gradients(None, other, apply=False), expected)
-        assert other[1].q._halfstep.saved_codes is not made[1].q._halfstep.saved_codes
+        assert other[1].q._halfstep.saved_codes is not net[1].q._halfstep.saved_codes
         assert other[1].q._halfstep.saved_codes is other[1].norm._halfstep.saved_codes
-    assert list(made.state_dict()) == list(model().state_dict())
-    halfstep.revert(made)
-    assert_same(gradients(None, made, apply=False), gradients(None, model(), apply=False))
-    assert not any("_halfstep" in key for module in made.modules() for key in vars(module))
+    assert list(net.state_dict()) == list(model().state_dict())
+    halfstep.revert(net)
+    assert_same(gradients(None, net, apply=False), gradients(None, model(), apply=False))
+    assert not any("_halfstep" in key for module in net.modules() for key in vars(module))
 
 
-def test_two_models_of_a_game():
-    """A generator's gradients come through the other model, which is frozen meanwhile."""
+def test_a_gan_trains_with_the_same_bits():
+    """A generator's gradients pass through the discriminator while it is frozen."""
 
     def played(recipe):
         torch.manual_seed(0)
@@ -461,43 +462,43 @@ def test_two_models_of_a_game():
             judge.requires_grad_(True)
         return {**{f"m.{k}": v for k, v in maker.state_dict().items()}, **judge.state_dict()}
 
-    assert_same(played(under(FP8, OPERANDS)), played(FP8))
+    assert_same(played(with_saved(FP8, OPERANDS)), played(FP8))
 
 
-def test_a_part_called_beside_forward():
-    made, twin = model(), model()
+def test_a_block_called_within_following_saves_in_few_bits():
+    net, twin = model(), model()
     x = torch.randn(4, 32)
-    for each, recipe in ((made, under(FP8, COAT)), (twin, FP8)):
+    for each, recipe in ((net, with_saved(FP8, COAT)), (twin, FP8)):
         halfstep.apply(each, recipe)
         with halfstep.following(each):
             each[1](x).float().square().sum().backward()
-    assert 1e-4 < error_of(grads(made[1]), grads(twin[1])) < 0.1
+    assert 1e-4 < error_of(grads(net[1]), grads(twin[1])) < 0.1
 
 
-def test_smoothed_mlps_keep_their_product_in_groups_too():
+def test_smoothed_mlps_save_their_product_in_groups():
     torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(16, 32), Gated(32, 48))
-    rows = {(r.module, r.form): r.bytes for r in kept(under("fp8-smooth-swiglu", COAT), made)[0].rows}
+    net = nn.Sequential(nn.Linear(16, 32), Gated(32, 48))
+    rows = {(r.module, r.form): r.bytes for r in saved_tensors(with_saved("fp8-smooth-swiglu", COAT), net)[0].rows}
     inner = 3 * 24 * 48
     assert rows["1", "codes"] >= 2 * (inner + inner // 8)
 
 
 @pytest.mark.slow
-def test_a_traced_graph_has_the_eager_gradients():
-    """Of torch's own kinds; norms with code of their own keep in it what they will."""
+def test_a_traced_graph_gives_the_eager_gradients():
+    """With torch's own modules; a traced norm with its own code saves its tensors unencoded."""
     torch._dynamo.reset()
-    made, twin = model()[:2], model()[:2]
-    for each in (made, twin):
+    net, twin = model()[:2], model()[:2]
+    for each in (net, twin):
         each[1].norm = nn.LayerNorm(32)
-        halfstep.apply(each, under(FP8, COAT))
+        halfstep.apply(each, with_saved(FP8, COAT))
     x, _ = data()
-    made(x).square().mean().backward()
+    net(x).square().mean().backward()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, as it traces
         torch.compile(twin, backend="aot_eager", fullgraph=True)(x).square().mean().backward()
-    assert_same(grads(twin), grads(made))
-    halfstep.revert(made)
-    made.zero_grad()
-    halfstep.apply(made, FP8)
-    made(x).square().mean().backward()
-    assert error_of(grads(made), grads(twin)) > 1e-4
+    assert_same(grads(twin), grads(net))
+    halfstep.revert(net)
+    net.zero_grad()
+    halfstep.apply(net, FP8)
+    net(x).square().mean().backward()
+    assert error_of(grads(net), grads(twin)) > 1e-4

@@ -1,4 +1,4 @@
-"""States of scalings: only an optimizer step moves them, whatever is run between two, and nothing else sees them."""
+"""Scaling states: only an optimizer step advances them, no matter what runs between two steps."""
 
 import copy
 import math
@@ -46,12 +46,12 @@ def backward(model, rows=slice(None), size=1.0):
 
 
 def recorded(model):
-    """The amax of the step that runs, by layer and operand."""
+    """The amaxes of the current step, by layer and operand."""
     return {name: state[1].item() for name, state in states(model).items()}
 
 
 def follow(scaling, amaxes):
-    """The factor after each step with that amax, and the state after the last."""
+    """The scale after each step with that amax, and the state after the last."""
     state, factors = scaling.init(), []
     for amax in amaxes:
         scaling.record(state, torch.tensor(float(amax)))
@@ -60,24 +60,24 @@ def follow(scaling, amaxes):
     return factors, state
 
 
-# ---- the rule -------------------------------------------------------------------------------------------------------
+# ---- delayed scaling ------------------------------------------------------------------------------------------------
 
 
-def test_a_trace_by_hand():
+def test_scales_of_a_history_of_4_equal_hand_computed_ones():
     factors, state = follow(Delayed("d", history=4), [1, 10, 1, 1, 1, 1, 1, 0, 2])
     expected = torch.tensor([448, 44.8, 44.8, 44.8, 44.8, 448, 448, 448, 224])
     assert_same(torch.tensor(factors), expected)
     assert state[1:].tolist() == [0, 1, 1, 2]
 
 
-def test_most_recent_and_margin():
+def test_scales_of_the_most_recent_amax_and_of_a_margin():
     assert follow(Delayed("d", history=4, algorithm="most_recent"), [1, 8, 2])[0] == [448, 56, 224]
     assert follow(Delayed("d", history=1, algorithm="most_recent"), [1, 8, 0])[0] == [448, 56, 56]
     assert follow(Delayed("d", history=1, margin=2), [1, 8])[0] == [112, 14]
 
 
 class History:
-    """Delayed scaling of one tensor, written after its description: lists of numbers, fractions for the factor."""
+    """A reference for the delayed scaling of one tensor, from its description: lists, and fractions for the scale."""
 
     def __init__(self, history, algorithm="max", margin=0, power_of_two=False, warmup=1, restart=False):
         self.history, self.algorithm, self.margin, self.exact = history, algorithm, margin, power_of_two
@@ -97,7 +97,7 @@ class History:
         if math.isfinite(amax) and amax > 0:
             self.amaxes.append(amax)
             window = self.amaxes[-self.history :]
-        else:  # the running step has its place in the window, whether it enters or not
+        else:  # the current step takes an entry of the window even if its amax is not recorded
             window = self.amaxes[1 - self.history :] if self.history > 1 and self.algorithm == "max" else []
         if window and (self.fixed is not None or len(window) >= self.warmup):
             self.fixed = self.quotient(max(window) if self.algorithm == "max" else amax)
@@ -118,8 +118,8 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("default", [torch.float32, torch.float64, torch.bfloat16])
-def test_every_kind_of_history_is_the_reference_and_takes_in_nothing_that_is_not_finite(options, default):
-    """Whatever dtype torch makes tensors of where none is asked for."""
+def test_every_history_equals_the_reference_and_records_no_nonfinite_amax(options, default):
+    """For every default dtype of torch."""
     scaling, reference = Delayed("d", **options), History(**options)
     torch.set_default_dtype(default)
     try:
@@ -143,7 +143,7 @@ def test_every_kind_of_history_is_the_reference_and_takes_in_nothing_that_is_not
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_states_that_advance_together_are_those_that_advance_alone(options):
+def test_states_advanced_together_equal_states_advanced_one_by_one(options):
     scaling = Delayed("d", **options)
     alone = [scaling.init() for _ in range(4)]
     for step in range(len(AMAXES)):
@@ -156,8 +156,8 @@ def test_states_that_advance_together_are_those_that_advance_alone(options):
         assert torch.equal(together, torch.stack(alone))
 
 
-def test_the_factor_of_one_amax_is_that_among_many():
-    """One on a CPU is not computed by torch."""
+def test_the_scale_of_one_amax_equals_its_scale_in_a_batch():
+    """A single amax on a CPU is not computed by torch."""
     amaxes = torch.tensor([0, 1e-45, 1e-38, 0.3, 448, 3e38, math.inf, math.nan])
     alone = torch.stack([factor_of(amax, E4M3) for amax in amaxes])
     same_bits(alone, factor_of(amaxes, E4M3))
@@ -165,21 +165,21 @@ def test_the_factor_of_one_amax_is_that_among_many():
 
 
 @pytest.mark.parametrize("amax", [float("inf"), float("nan")])
-def test_an_amax_that_is_not_finite_is_no_step(amax):
+def test_a_nonfinite_amax_is_not_recorded(amax):
     factors, _ = follow(Delayed("d", history=2), [2, amax, 4, 4, 4])
     assert factors == [224, 224, 112, 112, 112]
     factors, _ = follow(Delayed("d"), [amax, 2, amax, 1])
     assert factors == [0, 224, 224, 224]
 
 
-def test_a_saved_history_that_holds_an_infinity_heals():
+def test_advancing_a_history_with_an_infinity_drops_it():
     scaling = Delayed("d", history=4)
     state = torch.tensor([224.0, 4.0, 1.0, math.inf, math.nan])
     scaling.advance(state, E4M3)
     assert state.tolist() == [112, 0, 0, 0, 4]
 
 
-def test_options_are_fields_that_the_text_follows():
+def test_options_of_a_scaling_are_in_its_text_and_are_checked():
     window = get_scaling("delayed", warmup=16, restart=True, history=16)
     assert window == Delayed("delayed", history=16, warmup=16, restart=True)
     assert str(window) == "delayed history=16 warmup=16 restart=True"
@@ -200,7 +200,7 @@ def test_options_are_fields_that_the_text_follows():
         get_scaling("rceil margin=2")
 
 
-def test_a_rule_of_ones_own_has_no_name_that_others_find():
+def test_named_refuses_custom_scalings():
     assert named(get_scaling("rceil", margin=2)) == ("rceil", {"margin": 2})
     for rule in (Delayed("d"), Delayed("current"), replace(get_scaling("floor"), name="rceil")):
         with pytest.raises(QuantizationError, match="is one of your own: files and traced graphs take rules by name"):
@@ -208,7 +208,7 @@ def test_a_rule_of_ones_own_has_no_name_that_others_find():
 
 
 class ScalingMeta:
-    """MS-AMP's bookkeeping of one tensor, written after its description: a window of amaxes and a counter."""
+    """A reference for MS-AMP's bookkeeping of one tensor, from its description: a window of amaxes and a counter."""
 
     def __init__(self, window):
         self.window, self.amaxes = window, []
@@ -222,7 +222,7 @@ class ScalingMeta:
         self.amaxes = [*self.amaxes, amax] if math.isfinite(amax) else []
 
 
-def test_a_window_scales_by_the_tensor_itself_until_it_is_full_and_starts_over_after_an_infinity():
+def test_a_window_uses_the_tensors_own_amax_until_full_and_after_an_infinity():
     scaling = Delayed("d", history=4, power_of_two=True, warmup=4, restart=True)
     state, meta, used = scaling.init(), ScalingMeta(4), []
     amaxes = [1.0, 7.0, 100.0, 3.0, 448.0, 449.0, 2.0, 5.0, 0.3, 0.1, 0.2, math.inf, 6.0, 900.0, 2.0, 2.0, 1e-4, 1e-4]
@@ -240,8 +240,8 @@ def test_a_window_scales_by_the_tensor_itself_until_it_is_full_and_starts_over_a
     assert follows == [1, 64]
 
 
-def test_a_layer_under_a_window_rounds_by_its_own_amax_at_first():
-    """The recipe's layer against the reference with current scales; after 16 steps they differ."""
+def test_a_layer_with_a_window_is_scaled_by_its_own_amax_for_16_steps():
+    """Compared with current scaling."""
     model, optimizer, scaler = prepared("fp8lm-o1", mlp())
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -251,7 +251,7 @@ def test_a_layer_under_a_window_rounds_by_its_own_amax_at_first():
     found = []
     for steps in (0, 15, 1):
         train(model, optimizer, scaler, steps)
-        with torch.no_grad():  # which moves no state
+        with torch.no_grad():  # records no amax
             found.append((linear.forward(None, layer, 10 * x) - own(10 * x) @ weight.t() - layer.bias).abs().max())
     assert found[0] < 1e-5
     assert found[1] < 1e-5
@@ -260,8 +260,8 @@ def test_a_layer_under_a_window_rounds_by_its_own_amax_at_first():
 
 
 @pytest.mark.parametrize(("name", "clipped"), [("fp8-delayed", 0), ("fp8-delayed-megatron", 10)])
-def test_an_amax_that_alternates_clips_half_of_the_steps_or_none(name, clipped):
-    """Rounding a tensor whose amax is 1 and 8 by turns, each with the factor of the steps before it."""
+def test_an_alternating_amax_clips_half_of_the_steps_or_none(name, clipped):
+    """A tensor whose amax is 1 and 8 by turns, with the scale of earlier steps."""
     scaling = get_recipe(name).rules[-1].linear.output.lhs.scales.rule
     state, found = scaling.init(), 0
     for step in range(22):
@@ -278,7 +278,7 @@ def test_an_amax_that_alternates_clips_half_of_the_steps_or_none(name, clipped):
 
 
 @every_stateful
-def test_every_operand_has_a_state_that_a_step_moves(name):
+def test_every_operand_has_a_state_that_a_step_advances(name):
     model, optimizer, scaler = prepared(name)
     assert set(states(model)) == {f"{layer}.{operand}" for layer in ("0", "3") for operand in OPERANDS}
     assert not any(state.any() for state in states(model).values())
@@ -294,7 +294,7 @@ def test_every_operand_has_a_state_that_a_step_moves(name):
 
 
 @every_stateful
-def test_the_state_reaches_the_product(name):
+def test_the_states_scale_changes_the_output(name):
     """A recipe whose factors were not used would pass the rest."""
     model, optimizer, scaler = prepared(name)
     before = model(batch()[0])
@@ -307,7 +307,7 @@ def test_the_state_reaches_the_product(name):
 
 
 @every_stateful
-def test_state_dict_keys_stay_and_buffers_are_not_saved(name):
+def test_states_are_buffers_outside_the_state_dict(name):
     model = mlp()
     keys, buffers = list(model.state_dict()), list(model.named_buffers())
     model, _, _ = prepared(name, model)
@@ -319,7 +319,7 @@ def test_state_dict_keys_stay_and_buffers_are_not_saved(name):
     assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
 
 
-def test_revert_leaves_what_the_user_told_ddp_to_ignore():
+def test_revert_keeps_the_users_list_of_buffers_that_ddp_ignores():
     model = mlp()
     model._ddp_params_and_buffers_to_ignore = ["0.bias"]
     halfstep.apply(model, "fp8-delayed")
@@ -329,7 +329,7 @@ def test_revert_leaves_what_the_user_told_ddp_to_ignore():
 
 
 @every_stateful
-def test_a_copy_has_states_of_its_own(name):
+def test_a_deepcopy_has_its_own_states(name):
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler, 2)
     backward(model)  # in the middle of a step
@@ -342,7 +342,7 @@ def test_a_copy_has_states_of_its_own(name):
     assert not torch.equal(states(twin)["0.input"], kept["0.input"])
 
 
-def test_states_are_found_once_without_a_scaler_too(monkeypatch):
+def test_states_are_looked_up_once_per_model(monkeypatch):
     found, find = [], states_of_models._find
     monkeypatch.setattr(states_of_models, "_find", lambda *given: found.append(1) or find(*given))
     model, _, scaler = prepared("fp8-delayed")
@@ -350,12 +350,12 @@ def test_states_are_found_once_without_a_scaler_too(monkeypatch):
         halfstep.advance(model)
         scaler.update()
     assert found == [1]
-    halfstep.advance(copy.deepcopy(model))  # whose states are its own
+    halfstep.advance(copy.deepcopy(model))  # a copy has its own states
     assert found == [1, 1]
 
 
 @every_stateful
-def test_evaluation_and_no_grad_leave_no_trace(name):
+def test_evaluation_and_no_grad_record_nothing(name):
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler, 2)
     before = states(model)
@@ -374,7 +374,7 @@ def test_evaluation_and_no_grad_leave_no_trace(name):
 
 
 @every_stateful
-def test_micro_batches_raise_one_maximum_and_never_advance(name):
+def test_micro_batches_record_the_maximum_amax_without_advancing(name):
     model, _, _ = prepared(name)
     x = batch()[0]
     for rows, size in ((slice(0, 4), 1), (slice(4, 8), 3), (slice(8, 12), 1)):
@@ -395,7 +395,7 @@ class Checkpointed(nn.Module):
 
 @every_stateful
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_leaves_the_states_and_gradients_of_the_plain_pass(name, reentrant):
+def test_activation_checkpointing_gives_the_same_states_and_gradients(name, reentrant):
     found = []
     for how in (None, reentrant):
         torch.manual_seed(4)
@@ -411,7 +411,7 @@ def test_activation_checkpointing_leaves_the_states_and_gradients_of_the_plain_p
 @pytest.mark.parametrize("products", slow_unless("carried".__eq__, ["own", "carried"]), indirect=True)
 @pytest.mark.parametrize("name", slow_unless("fp8-delayed".__eq__, STATEFUL))
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-def test_a_traced_graph_leaves_the_states_of_eager_mode_and_reads_as_little(monkeypatch, name):
+def test_a_traced_graph_gives_eager_states_with_as_many_amax_passes(monkeypatch, name):
     torch._dynamo.reset()
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler, 2)
@@ -434,7 +434,7 @@ def test_a_traced_graph_leaves_the_states_of_eager_mode_and_reads_as_little(monk
     assert_same([p.grad for p in twin.parameters()], [p.grad for p in model.parameters()])
 
 
-# ---- steps that are skipped, and steps that nobody ended ------------------------------------------------------------
+# ---- skipped steps, and changes of weights that are no steps --------------------------------------------------------
 
 
 def scaled_recipe(name):
@@ -442,7 +442,7 @@ def scaled_recipe(name):
 
 
 @every_stateful
-def test_a_skipped_step_leaves_no_trace(name):
+def test_a_skipped_step_leaves_states_and_weights_unchanged(name):
     model, optimizer, scaler = prepared(scaled_recipe(name))
     train(model, optimizer, scaler, 2)
     before, weights = states(model), {key: value.clone() for key, value in model.state_dict().items()}
@@ -459,7 +459,7 @@ def test_a_skipped_step_leaves_no_trace(name):
 
 
 @every_stateful
-def test_weights_that_change_between_steps_are_no_step(name):
+def test_deepcopy_and_loading_a_checkpoint_need_no_update(name):
     """A copy in the middle of a step, a checkpoint that is loaded: neither is an optimizer step that nobody ended."""
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler, 1)
@@ -496,7 +496,7 @@ def test_apply_after_fully_shard_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.bfloat16])
-def test_states_that_a_cast_narrowed_are_noticed(cast):
+def test_states_cast_to_16_bits_are_refused(cast):
     model = mlp()
     halfstep.apply(model, "fp8-delayed")
     with pytest.raises(

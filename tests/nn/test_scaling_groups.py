@@ -1,5 +1,6 @@
-"""Four ranks, two pipeline stages of different depth times two data ranks: each stage agrees on amaxes by itself; and
-what is not finite, or skipped, on one rank is so on all of them."""
+"""Four ranks in two pipeline stages of different depth: each stage reduces amaxes over its own process group.
+
+NaN, infinities and skipped steps of one rank count on all ranks of its stage."""
 
 import warnings
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def inputs(step, rank):
-    """Of a rank's own; one element is NaN on one rank of a stage, infinite on another, in steps 1 and 3."""
+    """A rank's inputs. In step 1 one rank of each stage has a NaN, in step 3 the other one has an infinity."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
     if step == 1 and rank in (0, 3):
         x[0, 0] = torch.nan
@@ -39,7 +40,7 @@ def on_a_rank(name, rank, group):
     found = []
     for step in range(STEPS):
         model(inputs(step, rank)).square().mean().backward()
-        if step == 2:  # by both ways in turn; and one rank of each stage gives the batch up
+        if step == 2:  # one rank of each stage skips the batch
             halfstep.advance(model, skipped=rank in (0, 3), process_group=group)
         elif step % 2:
             scaler.update()
@@ -54,14 +55,14 @@ def on_a_rank(name, rank, group):
     return found
 
 
-def everything(rank):
+def results(rank):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     found = {name: on_a_rank(name, rank, groups[rank // 2]) for name in NAMES}
     return {**found, "warned": [warned(seed, rank) for seed in (0, rank // 2)]}
 
 
 def warned(seed, rank):
-    """What a first step says where no group is given, and the ranks' layers are alike but for their weights."""
+    """The warnings of a first step without a group, where the ranks' models differ at most in their weights."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 8))
     halfstep.apply(model, "fp8-delayed")
@@ -74,10 +75,10 @@ def warned(seed, rank):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return on_ranks(everything, tmp_path_factory.mktemp("ranks"), world=4)
+    return on_ranks(results, tmp_path_factory.mktemp("ranks"), world=4)
 
 
-def test_equally_deep_stages_that_agree_on_amaxes_are_warned_of(ranks):
+def test_equally_deep_stages_without_a_group_are_warned_of(ranks):
     for found in ranks:
         alike, parts = found["warned"]
         assert alike == []
@@ -88,7 +89,7 @@ def test_equally_deep_stages_that_agree_on_amaxes_are_warned_of(ranks):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("stage", [0, 1])
-def test_the_ranks_of_a_stage_keep_the_same_finite_states(ranks, name, stage):
+def test_ranks_of_a_stage_have_the_same_finite_states(ranks, name, stage):
     first, second = ranks[2 * stage][name], ranks[2 * stage + 1][name]
     assert len(first[0]) == (2 if name == "fp8lm-o1" else 3) * DEPTHS[stage]
     assert_same(first, second)
@@ -97,8 +98,8 @@ def test_the_ranks_of_a_stage_keep_the_same_finite_states(ranks, name, stage):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("stage", [0, 1])
-def test_their_histories_are_of_the_largest_amaxes_of_the_stage(ranks, name, stage):
-    """In the steps that neither a rank's infinity or NaN nor a rank's skip leaves out."""
+def test_histories_hold_the_largest_amaxes_of_the_stage(ranks, name, stage):
+    """Steps with a NaN, an infinity or a skip on any rank of the stage are left out."""
     expected = []
     for step, states in enumerate(ranks[2 * stage][name]):
         both = [inputs(step, rank) for rank in (2 * stage, 2 * stage + 1)]

@@ -1,4 +1,4 @@
-"""Scaling states of models without memory at first (the meta device, `to_empty`), and under another default dtype."""
+"""Scaling states of models made on the meta device, after `to_empty`, and under another default dtype."""
 
 import copy
 
@@ -20,7 +20,7 @@ def states(model):
     return Scalings(model).state_dict()
 
 
-def without_memory(name):
+def on_meta(name):
     with torch.device("meta"):
         model = model_for(name)
     halfstep.apply(model, name)
@@ -29,7 +29,7 @@ def without_memory(name):
 
 
 def expected_of(name, x, y):
-    """Loss and states of the model that always had memory."""
+    """The initial weights, and the states after a step, of a model made on the CPU."""
     model = model_for(name)
     halfstep.apply(model, name)
     before = copy.deepcopy(model.state_dict())
@@ -41,14 +41,14 @@ def expected_of(name, x, y):
 @pytest.mark.quick("False-fp8-delayed-megatron", "True-fp8-delayed", "True-fp8-smooth-swiglu")
 @pytest.mark.parametrize("name", EVERY_STATEFUL)
 @pytest.mark.parametrize("assign", [False, True])
-def test_a_model_made_on_the_meta_device_begins_with_states_of_its_own(name, assign):
-    """Memory that `to_empty` hands out holds anything."""
+def test_a_model_from_the_meta_device_starts_with_initialized_states(name, assign):
+    """`to_empty` allocates uninitialized storage."""
     x, y = batch()
     weights, expected = expected_of(name, x, y)
-    model = without_memory(name)
+    model = on_meta(name)
     if not assign:
         torch.use_deterministic_algorithms(True)
-        try:  # torch fills it with NaN
+        try:  # torch fills the storage with NaN
             model.to_empty(device="cpu")
         finally:
             torch.use_deterministic_algorithms(False)
@@ -64,7 +64,7 @@ def test_a_model_made_on_the_meta_device_begins_with_states_of_its_own(name, ass
 
 
 @pytest.mark.parametrize("name", ["fp8-delayed", "fp8-delayed-megatron"])
-def test_states_outlive_to_empty_and_moves(name):
+def test_states_survive_to_empty_and_to(name):
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler, 2)
     before, weights = states(model), copy.deepcopy(model.state_dict())

@@ -1,4 +1,4 @@
-"""Two ranks, under DDP and FSDP2, end with the scaling states and weights of one process that saw all data."""
+"""Scaling states and weights of two ranks, under DDP and FSDP2, equal those of one process that sees all data."""
 
 import pytest
 import torch
@@ -10,12 +10,14 @@ from tiny import RECIPES, assert_same, mlp
 
 
 STATEFUL = ("fp8-delayed", "fp8-delayed-megatron")
-NAMES = [name for name in RECIPES if "fp8" in name]  # Smooth-SwiGLU's gradients take noise, each rank its own
+NAMES = [
+    name for name in RECIPES if "fp8" in name
+]  # Smooth-SwiGLU's gradients are rounded stochastically, with another seed on each rank
 pytestmark = pytest.mark.slow
 
 
 def micro_batches(step, rank):
-    """Two of a rank's own; the largest input of a step is on one rank only, and now the one, now the other."""
+    """Two micro-batches of a rank. The largest input of a step is on one rank only, by turns."""
     for i in range(2):
         generator = torch.Generator().manual_seed(100 * step + 10 * rank + i)
         size = 5.0 if (step + rank, i) == (2, 0) else 1.0
@@ -90,18 +92,18 @@ def in_one_process(name):
     return model
 
 
-def everything(rank):
+def results(rank):
     return {name: {how: on_a_rank(name, how, rank) for how in ("ddp", "fsdp")} for name in NAMES}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return on_ranks(everything, tmp_path_factory.mktemp("ranks"))
+    return on_ranks(results, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_ranks_are_one_process_bit_for_bit(ranks, name):
-    """Weights and states after three steps, whichever way the model is spread."""
+def test_two_ranks_equal_one_process(ranks, name):
+    """Weights and states after three steps."""
     expected = seen(in_one_process(name))
     for rank in ranks:
         assert_same(rank[name]["ddp"]["seen"], expected)
@@ -110,8 +112,8 @@ def test_two_ranks_are_one_process_bit_for_bit(ranks, name):
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", STATEFUL)
-def test_a_rank_keeps_its_own_amaxes_until_the_step_ends(ranks, name, how):
-    """DDP broadcasts the buffers of the first rank before a forward, but not these."""
+def test_ranks_keep_their_own_amaxes_until_the_step_ends(ranks, name, how):
+    """DDP broadcasts the first rank's buffers before a forward, but not these."""
     for rank, found in enumerate(ranks):
         for step, amaxes in enumerate(found[name][how]["amaxes"]):
             assert amaxes["0.input"] == max(x.abs().max().item() for x, _ in micro_batches(step, rank))
@@ -122,6 +124,6 @@ def test_a_rank_keeps_its_own_amaxes_until_the_step_ends(ranks, name, how):
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", STATEFUL)
-def test_an_optimizer_that_steps_alone_is_noticed(ranks, name, how):
+def test_an_optimizer_step_without_an_update_is_noticed(ranks, name, how):
     for found in ranks:
         assert "its scaling states have not moved on: call scaler.update()" in found[name][how]["error"]

@@ -1,4 +1,4 @@
-"""Scaling states in checkpoints: a resumed run is the one that was not interrupted; what does not fit is refused."""
+"""Scaling states in checkpoints: a resumed run equals the uninterrupted one; states that do not fit are refused."""
 
 import copy
 import io
@@ -27,7 +27,7 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
-def everything(model, optimizer, scaler):
+def all_states(model, optimizer, scaler):
     return copied((model.state_dict(), optimizer.state_dict(), scaler.state_dict(), Scalings(model).state_dict()))
 
 
@@ -41,15 +41,15 @@ def test_a_resumed_run_is_exact(name, scheduled):
     losses = train(*plain, 4)
     resumed = prepared(name, mlp(1))
     if scheduled:
-        train(*resumed, 2)  # a run of its own before: what it left must not show
+        train(*resumed, 2)  # an earlier run, whose states must not matter
     for part, state in zip(resumed, saved, strict=True):
         part.load_state_dict(state)
     assert train(*resumed, 4) == losses
-    assert_same(everything(*resumed), everything(*plain))
+    assert_same(all_states(*resumed), all_states(*plain))
 
 
 @every_stateful
-def test_without_its_states_a_resumed_run_would_differ(name):
+def test_a_run_resumed_without_scaling_states_differs(name):
     plain = prepared(name)
     train(*plain, 5)
     saved = [copy.deepcopy(part.state_dict()) for part in plain]
@@ -61,7 +61,7 @@ def test_without_its_states_a_resumed_run_would_differ(name):
 
 
 @every_stateful
-def test_they_are_saved_under_one_extra_key(name):
+def test_scaling_states_are_saved_under_one_extra_key(name):
     _, _, scaler = prepared(name)
     assert list(scaler.state_dict()) == ["halfstep"]
     assert list(scaler.state_dict()["halfstep"]) == ["recipe", "steps", "scaling"]
@@ -85,31 +85,31 @@ def wider():
         (mlp, "bf16-master", "3 more unexpected. Resume with the model and the recipe it was saved under"),
     ],
 )
-def test_states_that_do_not_fit_are_refused_and_nothing_changes(model, recipe, words):
+def test_states_that_do_not_fit_are_refused_without_changes(model, recipe, words):
     saved = prepared("fp8-delayed")
     train(*saved, 2)
     parts = prepared(recipe, model())
     train(*parts, 2)
-    before = everything(*parts)
+    before = all_states(*parts)
     with pytest.raises(LossScaleError, match=words):
         parts[2].load_state_dict(nameless(saved[2].state_dict()))
-    assert_same(everything(*parts), before)
+    assert_same(all_states(*parts), before)
 
 
-def test_a_loss_scale_beside_states_that_do_not_fit_stays_too():
+def test_a_refused_state_leaves_the_loss_scale_unchanged():
     recipe = delayed_recipe("made", Delayed("d", history=3), "", "")
     scaled = {"name": "made", "loss_scale": halfstep.get_recipe("fp16-mixed").loss_scale}
     parts = prepared(replace(recipe, **scaled))
-    before = everything(*parts)
+    before = all_states(*parts)
     other = prepared(replace(halfstep.get_recipe("fp8-delayed"), **scaled))
     other[2].update(8.0)
     with pytest.raises(LossScaleError, match="has 1024 steps of history, this recipe 3"):
         parts[2].load_state_dict(nameless(other[2].state_dict()))
-    assert_same(everything(*parts), before)
+    assert_same(all_states(*parts), before)
 
 
 @every_stateful
-def test_torchs_own_scaler_state_loads_with_a_warning(name):
+def test_torchs_grad_scaler_state_loads_with_a_warning(name):
     recipe = replace(halfstep.get_recipe(name), name="made", loss_scale=halfstep.get_recipe("fp16-mixed").loss_scale)
     parts = prepared(recipe)
     before = Scalings(parts[0]).state_dict()
@@ -122,7 +122,7 @@ def test_torchs_own_scaler_state_loads_with_a_warning(name):
     assert_same(Scalings(parts[0]).state_dict(), before)
 
 
-def test_a_scaler_that_follows_no_states_loads_torchs_state_in_silence():
+def test_a_scaler_without_scaling_states_loads_torchs_state_silently():
     _, _, scaler = prepared("fp16-mixed")
     torchs = torch.amp.GradScaler("cpu", init_scale=32.0)
     torchs.scale(torch.ones(()))
@@ -132,7 +132,7 @@ def test_a_scaler_that_follows_no_states_loads_torchs_state_in_silence():
     disabled.load_state_dict({})
 
 
-def test_apply_without_a_scaler_saves_and_loads_too():
+def test_scalings_saves_and_loads_states_without_a_scaler():
     model = mlp()
     halfstep.apply(model, "fp8-delayed")
     optimizer = adamw(model)

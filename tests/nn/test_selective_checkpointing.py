@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: bits as without, products formed once, and less held between the passes."""
+"""Selective activation checkpointing: the same bits, saved matmuls are not recomputed, and less memory is held."""
 
 from functools import partial
 
@@ -16,28 +16,28 @@ from tiny import EVERY, assert_same, batch, copied, fast_and_every, grads, model
 
 
 aten = torch.ops.aten
-PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default}
+MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default}
 
 
 STATES = {"bf16-mixed", "coat", "fp8-delayed", "fp8lm-o2", "nvfp4"}
-"""One that rounds no operand; and some that write in place while they do: to states, codes, scales."""
+"""One that rounds no operand, and some that write states, codes or scales in place while they round."""
 
 
-def dear(context, operator, *args, **kwargs):
-    """As torchtitan's: what is dear to compute is kept."""
-    return CheckpointPolicy.MUST_SAVE if operator in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+def save_matmuls(context, operator, *args, **kwargs):
+    """As torchtitan's policy: outputs of matmuls are saved."""
+    return CheckpointPolicy.MUST_SAVE if operator in MATMULS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def everything(context, operator, *args, **kwargs):
+def save_everything(context, operator, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE
 
 
-def nothing(context, operator, *args, **kwargs):
+def save_nothing(context, operator, *args, **kwargs):
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Selected(nn.Module):
-    """A body of which a policy says what is kept; without one it is no checkpoint."""
+    """A body that is checkpointed by a policy, or not at all without one."""
 
     def __init__(self, name, policy=None):
         super().__init__()
@@ -51,15 +51,15 @@ class Selected(nn.Module):
 
 
 class Seen(TorchDispatchMode):
-    """How many products ran, and the memory that was made."""
+    """Counts matmuls, and tracks the storages that were allocated."""
 
     def __init__(self):
         super().__init__()
-        self.products, self._made = 0, WeakIdKeyDictionary()
+        self.matmuls, self._made = 0, WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         out = operator(*args, **(kwargs or {}))
-        self.products += operator in PRODUCTS
+        self.matmuls += operator in MATMULS
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._made[tensor.untyped_storage()] = None
@@ -67,49 +67,49 @@ class Seen(TorchDispatchMode):
 
     @property
     def held(self):
-        """Bytes."""
+        """The bytes of the storages that are still alive."""
         return sum(storage.nbytes() for storage in self._made)
 
 
-def passed(name, policy):
-    """The gradients; products of the forward pass and of both; bytes held between them."""
+def run(name, policy):
+    """The gradients, the matmuls of the forward and of both passes, and the bytes held between the passes."""
     model, _, scaler = prepared(name, Selected(name, policy))
     x, y = batch()
     x.requires_grad_()
     with Seen() as seen:
         loss = scaler.scale(F.mse_loss(model(x), y))
-        forward, held = seen.products, seen.held
+        forward, held = seen.matmuls, seen.held
         loss.backward()
-    return [grads(model), x.grad], forward, seen.products, held
+    return [grads(model), x.grad], forward, seen.matmuls, held
 
 
 @pytest.mark.quick("carried-fast")
 @pytest.mark.parametrize("names", fast_and_every(EVERY, STATES))
 @pytest.mark.usefixtures("products")
-def test_products_are_kept_and_no_bit_changes(names):
+def test_saved_matmuls_are_not_recomputed_and_bits_are_equal(names):
     @for_each("name", names)
     def check(name):
-        found, forward, plain, held = passed(name, None)
-        again, _, most, least = passed(name, nothing)
-        kept, first, formed, between = passed(name, dear)
+        found, forward, plain, held = run(name, None)
+        again, _, most, least = run(name, save_nothing)
+        kept, first, formed, between = run(name, save_matmuls)
         assert_same(again, found)
         assert_same(kept, found)
         assert first == forward
-        assert formed == plain, "products that were kept are formed again"
+        assert formed == plain, "saved matmuls are recomputed"
         assert least <= between
         assert least < held
-        if forward:  # on a CPU some recipes form theirs by kernels of their own, which no policy sees
-            assert plain < most <= plain + forward  # torch stops as soon as it has what the backward pass needs
+        if forward:  # on a CPU some recipes have kernels of their own, which no policy sees
+            assert plain < most <= plain + forward  # torch stops once it has recomputed what the backward pass needs
             assert least < between
 
     check()
 
 
 @pytest.mark.parametrize("names", fast_and_every(EVERY, STATES))
-def test_a_policy_may_keep_everything(names):
+def test_a_policy_may_save_everything(names):
     @for_each("name", names)
     def check(name):
-        setups = [prepared(name, Selected(name, policy)) for policy in (None, everything)]
+        setups = [prepared(name, Selected(name, policy)) for policy in (None, save_everything)]
         assert train(*setups[0], 2) == train(*setups[1], 2)
         assert_same(*[[copied(each.state_dict()) for each in setup] for setup in setups])
 

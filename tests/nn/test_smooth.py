@@ -1,4 +1,4 @@
-"""Smooth-SwiGLU in models: gated MLPs are found, smoothed, merged for inference and given back."""
+"""Smooth-SwiGLU in models: gated MLPs are found, smoothed, merged for inference and reverted."""
 
 import copy
 from dataclasses import replace
@@ -67,8 +67,8 @@ def test_the_gated_mlps_of_a_family_are_found(family, recipe):
 
 @both
 @pytest.mark.parametrize("bias", [False, True])
-def test_without_rounding_it_is_the_stock_model(recipe, bias):
-    """Bit for bit by channel; a division by the scale of a token rounds."""
+def test_smoothing_without_rounding_equals_the_stock_model(recipe, bias):
+    """Bit for bit if by channel; dividing by a token's scale rounds."""
     stock, model = Gated(bias=bias), Gated(bias=bias)
     model.load_state_dict(stock.state_dict())
     wide = Recipe("wide", "", "", smooth_glu=recipe.smooth_glu, rules=recipe.rules)
@@ -84,7 +84,7 @@ def test_without_rounding_it_is_the_stock_model(recipe, bias):
 
 @pytest.mark.quick("carried-token")
 @both
-def test_it_does_something_and_the_loss_falls(recipe):
+def test_smoothing_changes_the_losses_and_trains(recipe):
     results = []
     for each in (recipe, ROUGH):
         torch.manual_seed(1)
@@ -95,28 +95,28 @@ def test_it_does_something_and_the_loss_falls(recipe):
     assert results[0] != results[1]
 
 
-def test_the_state_of_the_down_projection_follows_the_smoothed_product():
+def test_the_down_projections_state_records_the_smoothed_product():
     model, optimizer, scaler = prepared(SMOOTH, gated())
     with torch.no_grad():
         model[1].up_proj.weight[3] *= 512
     train(model, optimizer, scaler, 1)
     factor = model[1].down_proj._halfstep_scaling_input[0]
-    assert factor >= 32  # 240 / amax: an amax below 8, which is silu of the gate and no more
+    assert factor >= 32  # 240 / amax: the amax is below 8, that of silu of the gate alone
 
 
 @pytest.mark.slow
 @pytest.mark.quick("own")
-def test_a_token_that_aligns_costs_the_others_nothing():
-    """Its scale is that of the whole channel: the weight, whose own scale is of earlier steps, stays as it is."""
+def test_an_outlier_token_does_not_increase_the_error_of_others():
+    """The smoothing scale is the whole channel's, and the weight's own delayed scale stays as it is."""
     errors = {name: [errors_of_tokens(name, seed) for seed in range(3)] for name in ("fp8-delayed", SMOOTH)}
     plain, smooth = (torch.tensor(found).mean(0) for found in errors.values())
     assert smooth[0] < 0.07  # one seed: 0.044 to 0.081
-    assert smooth[0] < 1.4 * plain[0]  # 15 times it where the weight is divided before it is rounded
+    assert smooth[0] < 1.4 * plain[0]  # 15 times it if the weight is divided before it is rounded
     assert smooth[1] < plain[1]
 
 
 def errors_of_tokens(name, seed):
-    """Of the output under a recipe, relative to float64's: of all tokens but one, and of the one that aligns."""
+    """The output's error relative to float64's: of all tokens but the outlier, and of the outlier."""
     torch.manual_seed(seed)
     model, along = nn.Sequential(Gated(64, 128)), nn.functional.normalize(torch.randn(64), dim=0)
     with torch.no_grad():
@@ -132,7 +132,7 @@ def errors_of_tokens(name, seed):
     return [float((a - b).norm() / b.norm()) for a, b in pairs]
 
 
-def test_merged_scales_change_no_bit():
+def test_merging_scales_changes_no_bit():
     model = gated()
     x = torch.randn(12, 8)
     with torch.no_grad():
@@ -148,7 +148,7 @@ def test_merged_scales_change_no_bit():
     assert_same(ones, torch.ones_like(ones))
 
 
-def test_a_merged_model_computes_under_the_recipe_what_it_did():
+def test_a_merged_model_under_the_recipe_is_near_the_unmerged_one():
     model, x = gated(), torch.randn(12, 8)
     halfstep.apply(model, SMOOTH)
     model.eval()
@@ -157,7 +157,7 @@ def test_a_merged_model_computes_under_the_recipe_what_it_did():
         scales = measure_smooth_scales(model, lambda: model(x))
         merge_smooth_scales(model, scales)
         difference = (model(x) - expected).norm() / expected.norm()
-    assert difference < 0.05  # w1's scale a tensor is another one now
+    assert difference < 0.05  # w1's scale per tensor is different now
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_scales_that_do_not_merge_are_refused(path, scale, words):
     assert_same(copied(model.state_dict()), before)
 
 
-def test_a_run_that_measures_nothing():
+def test_measuring_without_calls_of_gated_mlps_is_refused():
     with pytest.raises(ModelError, match=r"Sequential: 1 gated MLPs .* none was called"):
         measure_smooth_scales(gated(), lambda: None)
     with pytest.raises(ModelError, match="Sequential: 0 gated MLPs"):
@@ -189,14 +189,14 @@ def test_a_run_that_measures_nothing():
 
 
 @both
-def test_a_model_without_gated_mlps(recipe):
+def test_a_model_without_gated_mlps_is_refused(recipe):
     model = mlp()
     with pytest.raises(RecipeError, match=r"smooths gated MLPs .* and Sequential has none; take a recipe without"):
         halfstep.apply(model, recipe)
     assert type(model[0]) is nn.Linear
 
 
-def test_a_gated_mlp_that_computes_something_else_is_kept():
+def test_a_gated_mlp_with_another_forward_is_not_smoothed():
     config = Gemma3nTextConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1)
     model = nn.ModuleDict({"own": Gemma3nTextMLP(config, layer_idx=0), "plain": Gated()})
     report = halfstep.apply(model, SMOOTH)
@@ -206,6 +206,6 @@ def test_a_gated_mlp_that_computes_something_else_is_kept():
         halfstep.apply(nn.ModuleDict({"own": Gemma3nTextMLP(config, layer_idx=0)}), SMOOTH)
 
 
-def test_an_mlp_whose_down_projection_a_rule_keeps_is_not_smoothed():
+def test_an_mlp_with_an_unquantized_down_projection_is_not_smoothed():
     recipe = replace(SMOOTH, rules=(Rule("*down_proj", type(SMOOTH.rules[-1].linear)()), *SMOOTH.rules))
     assert halfstep.apply(gated(), recipe).smoothed == ()

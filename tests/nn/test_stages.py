@@ -1,4 +1,4 @@
-"""A recipe with stages: after each change the model computes what one under that stage's recipe alone would."""
+"""Recipes with stages: after each change the model equals one under that stage's recipe alone."""
 
 import copy
 import io
@@ -68,8 +68,8 @@ def steps(model, optimizer, scaler, number, forward=None):
     return losses
 
 
-def by_hand(names, build=mlp):
-    """Each stage in a model and an optimizer of its own, which begin where those before it ended."""
+def separately(names, build=mlp):
+    """The losses and the last setup if each stage has its own model and optimizer that start from the previous ones."""
     losses, last = [], None
     for name in names:
         model = build()
@@ -91,24 +91,24 @@ def values(model):
 @pytest.mark.quick("another dtype", "saved in few bits")
 @pytest.mark.parametrize("names", CHAINS.values(), ids=CHAINS)
 @pytest.mark.filterwarnings("ignore:the scaler state holds no scaling states")
-def test_stages_are_the_recipes_one_after_another(names):
+def test_stages_equal_separate_runs_of_their_recipes(names):
     build = made_for(names)
     model, optimizer, scaler = staged(names, build)
     parameters, keys = list(model.parameters()), [*model.state_dict()]
-    losses, (expected, other, _) = by_hand(names, build)
+    losses, (expected, other, _) = separately(names, build)
     assert steps(model, optimizer, scaler, EVERY * len(names)) == losses
     assert_same(copied(dict(model.state_dict())), copied(dict(expected.state_dict())))
     assert_same(copied(optimizer.state_dict()["state"]), copied(other.state_dict()["state"]))
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     assert [*model.state_dict()] == keys == [*build().state_dict()]
     alone = halfstep.prepare(m := build(), adamw(m), names[0], generator=3)
-    assert steps(*alone, EVERY * len(names)) != losses  # the change is seen
+    assert steps(*alone, EVERY * len(names)) != losses  # the stages differ
 
 
 @pytest.mark.quick("first-three", "first-weights are codes", "first-a loss scale")
 @pytest.mark.parametrize("names", CHAINS.values(), ids=CHAINS)
 @pytest.mark.parametrize("made", [0, EVERY], ids=["first", "second"])
-def test_revert_gives_the_stock_model_from_either_stage(names, made):
+def test_revert_restores_the_stock_model_in_either_stage(names, made):
     build = made_for(names)
     model, optimizer, scaler = staged(names, build)
     steps(model, optimizer, scaler, made)
@@ -125,7 +125,7 @@ def test_revert_gives_the_stock_model_from_either_stage(names, made):
 @pytest.mark.quick("copy-2", "copy-3")
 @pytest.mark.parametrize("made", [2, 3, 4])
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
-def test_a_copy_goes_on_in_its_stage(made, copy_of):
+def test_copies_and_pickles_continue_in_their_stage(made, copy_of):
     prepared = halfstep.prepare(m := mlp(), adamw(m), TWO)
     train(*prepared, steps=made)
     twin = copy_of(prepared)
@@ -142,8 +142,8 @@ def load(saved, recipe, **options):
     return made
 
 
-def saved(made):
-    """As files hold them."""
+def through_a_file(made):
+    """The state dicts after torch.save and torch.load."""
     file = io.BytesIO()
     torch.save([part.state_dict() for part in made], file)
     file.seek(0)
@@ -153,26 +153,26 @@ def saved(made):
 @pytest.mark.quick("fp8-delayed until step 3, then bf16-mixed-3", "fp8-delayed until step 3, then bf16-mixed-5")
 @pytest.mark.parametrize("made", [1, 3, 5])
 @pytest.mark.parametrize("recipe", [TWO, "bf16-mixed until 40%, then fp8-delayed until 80% then fp8-current"])
-def test_a_resumed_run_is_the_whole_one(made, recipe):
+def test_a_resumed_run_equals_the_uninterrupted_one(made, recipe):
     prepared = halfstep.prepare(m := mlp(), adamw(m), recipe, generator=9, total_steps=8)
     train(*prepared, steps=made)
-    resumed = load(saved(prepared), recipe, total_steps=8)
+    resumed = load(through_a_file(prepared), recipe, total_steps=8)
     assert schedule_of(resumed[0]).stage == schedule_of(prepared[0]).stage
     assert train(*resumed, steps=8 - made) == train(*prepared, steps=8 - made)
     assert_same(values(resumed[0]), values(prepared[0]))
 
 
-def test_a_state_may_go_back_to_an_earlier_stage():
+def test_loading_an_earlier_state_returns_to_its_stage():
     prepared = halfstep.prepare(m := mlp(), adamw(m), TWO, generator=9)
     train(*prepared, steps=1)
-    before = saved(prepared)
+    before = through_a_file(prepared)
     losses = train(*prepared, steps=5)
     for part, state in zip(prepared, before, strict=True):
         part.load_state_dict(state)
     assert train(*prepared, steps=5) == losses
 
 
-def test_the_scalers_five_keys_stay_and_the_stage_is_beside_them():
+def test_the_scalers_state_has_the_stage_beside_torchs_keys():
     scaled = replace(get_recipe("fp16-mixed"), name="a", rules=get_recipe("mxfp8").rules)
     model = mlp()
     _, optimizer, scaler = halfstep.prepare(model, adamw(model), chain(scaled, Stage(get_recipe("fp16-mixed"), 2)))
@@ -183,7 +183,7 @@ def test_the_scalers_five_keys_stay_and_the_stage_is_beside_them():
     assert {**state["halfstep"], "recipe": "a"} == {"recipe": "a", "steps": 3, "stages": stages}
 
 
-def test_a_state_without_a_stage_warns_and_begins_with_the_first():
+def test_a_state_without_a_stage_warns_and_starts_in_the_first():
     prepared = halfstep.prepare(m := mlp(), adamw(m), "bf16-mixed until step 2, then fp32")
     train(*prepared, steps=3)
     with pytest.warns(UserWarning, match="does not say how many steps were made, so recipe .* begins with its first"):
@@ -194,13 +194,13 @@ def test_a_state_without_a_stage_warns_and_begins_with_the_first():
     assert schedule_of(prepared[0]).stage == 1
 
 
-def test_a_run_of_another_length_says_what_becomes_of_the_stage():
+def test_resuming_with_another_length_warns_of_the_changed_stage():
     recipe = "fp8-current until 50%, then bf16-mixed"
     prepared = halfstep.prepare(m := mlp(), adamw(m), recipe, total_steps=4)
     train(*prepared, steps=3)
     with pytest.warns(UserWarning, match=r"of a run of 4 steps whose stages began after \[2\]; in this one, of 10, .*"
                       r"\[5\]. It goes on after step 3 in stage 1, and was in stage 2"):  # fmt: skip
-        longer = load(saved(prepared), recipe, total_steps=10)
+        longer = load(through_a_file(prepared), recipe, total_steps=10)
     assert schedule_of(longer[0]).stage == 0
 
 
@@ -208,16 +208,16 @@ def test_a_state_with_a_stage_in_a_model_without_stages_warns():
     prepared = halfstep.prepare(m := mlp(), adamw(m), "fp8-current until step 2, then bf16-mixed")
     train(*prepared, steps=3)
     with pytest.warns(UserWarning, match="saved after 3 steps of a recipe with stages, and recipe 'bf16-mixed' has"):
-        load([nameless(state) for state in saved(prepared)], "bf16-mixed")
+        load([nameless(state) for state in through_a_file(prepared)], "bf16-mixed")
 
 
-# ---- who counts, and who does not ------------------------------------------------------------------------------------
+# ---- counting steps --------------------------------------------------------------------------------------------------
 
 
 LENGTH = "changes after 90% of the run, whose length is not known: give total_steps"
 
 
-def test_fractions_need_a_length_and_nothing_is_changed_without():
+def test_stages_by_fraction_need_total_steps():
     model = mlp()
     with pytest.raises(RecipeError, match=LENGTH):
         halfstep.prepare(model, adamw(model), "fp8-current until 90%, then bf16-mixed")
@@ -231,14 +231,14 @@ def test_fractions_need_a_length_and_nothing_is_changed_without():
 
 
 @pytest.mark.parametrize("total", [0, -1, 10.0, True, "10"])
-def test_a_length_that_is_none_is_refused_whatever_the_recipe(total):
+def test_an_invalid_total_steps_is_refused_under_every_recipe(total):
     model = mlp()
     with pytest.raises(RecipeError, match=r"total_steps = .* given; expected the number of calls"):
         halfstep.prepare(model, adamw(model), "fp32", total_steps=total)
 
 
 @pytest.mark.parametrize("total", [1, 2, 3])
-def test_a_stage_without_a_step_is_refused(total):
+def test_a_stage_without_steps_is_refused(total):
     model = mlp()
     with pytest.raises(RecipeError, match=rf"begin after 3 steps of a run of total_steps = {total}: one of them would"):
         halfstep.prepare(model, adamw(model), TWO, total_steps=total)
@@ -246,13 +246,13 @@ def test_a_stage_without_a_step_is_refused(total):
         halfstep.prepare(model, adamw(model), "fp32 until 10% then bf16-mixed", total_steps=total)
 
 
-def test_recipes_without_stages_take_a_length_and_leave_it():
+def test_recipes_without_stages_ignore_total_steps():
     ours, alike = (halfstep.prepare(m := mlp(), adamw(m), "fp8-delayed", total_steps=t) for t in (5, None))
     assert train(*ours) == train(*alike)
     assert "stages" not in ours[2].state_dict()["halfstep"]
 
 
-def test_two_optimizers_of_a_model_agree_on_its_length():
+def test_two_optimizers_of_a_model_must_agree_on_total_steps():
     model = mlp()
     halfstep.apply(model, "fp8-current until 50%, then bf16-mixed")
     first, scaler = halfstep.optimize(model, torch.optim.AdamW(model[0].parameters()), total_steps=4)
@@ -272,7 +272,7 @@ def test_two_optimizers_of_a_model_agree_on_its_length():
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_loop_that_never_updates_is_told_so(compiled):
+def test_a_loop_without_updates_is_refused(compiled):
     model, optimizer, _ = halfstep.prepare(m := mlp(), adamw(m), "fp8-current until step 1, then bf16-mixed")
     called, (x, y) = torch.compile(model, backend="eager") if compiled else model, batch()
     F.mse_loss(called(x), y).backward()
@@ -284,7 +284,7 @@ def test_a_loop_that_never_updates_is_told_so(compiled):
     assert_same(values(model), before)
 
 
-def test_torchs_scaler_needs_advance():
+def test_a_loop_with_torchs_scaler_needs_advance():
     scaled = replace(get_recipe("fp16-mixed"), name="a", rules=get_recipe("mxfp8").rules)
     recipe = chain(scaled, Stage(get_recipe("fp16-mixed"), 2))
 
@@ -306,7 +306,7 @@ def test_torchs_scaler_needs_advance():
         loop(False)
 
 
-def test_an_optimizer_of_ones_own_is_noticed_too():
+def test_a_missing_advance_is_noticed_with_torchs_optimizer():
     model, (x, y) = mlp(), batch()
     halfstep.apply(model, "fp8-current until step 2, then bf16-mixed")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -325,14 +325,14 @@ def test_an_optimizer_of_ones_own_is_noticed_too():
         backward_and_step()
 
 
-def test_advance_alone_needs_a_length_for_fractions():
+def test_advance_without_total_steps_is_refused_for_stages_by_fraction():
     model = mlp()
     halfstep.apply(model, "fp8-current until 90%, then bf16-mixed")
     with pytest.raises(RecipeError, match=LENGTH):
         halfstep.advance(model)
 
 
-def test_skipped_steps_count():
+def test_skipped_steps_count_towards_stages():
     scaled = replace(get_recipe("fp16-mixed"), name="a", rules=get_recipe("mxfp8").rules)
     model, optimizer, scaler = halfstep.prepare(
         m := mlp(), adamw(m), chain(scaled, Stage(get_recipe("fp16-mixed"), 3)))  # fmt: skip
@@ -346,7 +346,7 @@ def test_skipped_steps_count():
     assert schedule_of(model).stage == 1
 
 
-# ---- beside other things ---------------------------------------------------------------------------------------------
+# ---- checkpointing, compilation, other features ----------------------------------------------------------------------
 
 
 class Blocks(nn.Module):
@@ -366,7 +366,7 @@ class Blocks(nn.Module):
 @pytest.mark.quick("names1-False", "names1-True")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("names", [("fp8-delayed", "bf16-mixed"), ("fp32", "fp8-delayed")])
-def test_checkpointing_changes_nothing(names, reentrant):
+def test_checkpointing_changes_no_bit(names, reentrant):
     plain, other = (staged(names, lambda how=how: Blocks(how)) for how in (None, reentrant))
     assert steps(*plain, 4) == steps(*other, 4)
     assert_same(values(plain[0]), values(other[0]))
@@ -374,8 +374,8 @@ def test_checkpointing_changes_nothing(names, reentrant):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("names", [("fp8-delayed", "bf16-mixed"), ("fp8-current", "mxfp8"), ("fp32", "fp8-current")])
-def test_nothing_is_computed_again_in_another_stage(names, reentrant):
-    """What the change of a stage comes in between: a forward with checkpointing, and its backward."""
+def test_recomputing_a_checkpoint_in_another_stage_is_refused(names, reentrant):
+    """The stage changes between a checkpointed forward and its backward."""
     model = staged(names, lambda: Blocks(reentrant))[0]
     for _ in range(EVERY - 1):
         model(batch()[0]).sum().backward()
@@ -387,19 +387,21 @@ def test_nothing_is_computed_again_in_another_stage(names, reentrant):
     model(batch()[0]).sum().backward()
     with pytest.raises(RecipeError, match=r"a forward of stage 1 again in stage 2.*loss.backward\(\) before scaler"):
         loss.backward()
-    model(batch()[0]).sum().backward()  # the next ones are right
+    model(batch()[0]).sum().backward()  # later passes work
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # within a forward without gradients
+@pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad"
+)  # a nested checkpoint in a forward without gradients
 @pytest.mark.parametrize("inner", [None, True])
-def test_a_model_checkpointed_as_a_whole_is_not_computed_again_in_another_stage(inner):
+def test_recomputing_a_checkpointed_model_in_another_stage_is_refused(inner):
     plain, model = (staged(("fp8-current", "mxfp8"), lambda how=how: Blocks(how))[0] for how in (None, inner))
 
     def forward():
         return checkpoint(model, batch()[0].requires_grad_(), use_reentrant=True).sum()
 
     loss = forward()
-    for _ in range(EVERY):  # on both sides of the change it computes what it computes without checkpointing
+    for _ in range(EVERY):  # before and after the change, it equals the model without checkpointing
         for each in (forward(), plain(batch()[0]).sum()):
             each.backward()
         halfstep.advance(model)
@@ -412,8 +414,8 @@ def test_a_model_checkpointed_as_a_whole_is_not_computed_again_in_another_stage(
     assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
-def test_a_backward_pass_after_a_change_has_the_gradients_of_its_own_stage():
-    """Without checkpointing nothing is computed again."""
+def test_a_backward_after_a_change_gives_its_forwards_stages_gradients():
+    """Without checkpointing nothing is recomputed."""
     grads = []
     for late in (False, True):
         model = staged(("fp8-current", "bf16-mixed"), lambda: Blocks(None))[0]
@@ -432,11 +434,11 @@ def test_a_backward_pass_after_a_change_has_the_gradients_of_its_own_stage():
 @pytest.mark.parametrize(
     "kind", slow_unless("fewer bits, then more".__eq__, ["fewer bits, then more", "three", "another dtype"])
 )
-def test_a_stage_compiles_once(kind):
+def test_each_stage_compiles_once(kind):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     names = CHAINS[kind]
-    torch._dynamo.reset()  # of the other tests, whose models have the same code
+    torch._dynamo.reset()  # other tests' models have the same code
     plain, traced = staged(names), staged(names)
     counter = CompileCounterWithBackend("aot_eager")
     called = torch.compile(traced[0], backend=counter, fullgraph=True)
@@ -447,7 +449,7 @@ def test_a_stage_compiles_once(kind):
     assert_same(values(plain[0]), values(traced[0]))
 
 
-def test_a_forward_that_somebody_patched_is_kept():
+def test_a_patched_forward_survives_a_change_of_stage():
     model, optimizer, scaler = halfstep.prepare(m := mlp(), adamw(m), TWO)
     calls, own = [], model.forward
     model.forward = lambda x: calls.append(schedule_of(model).stage) or own(x)
@@ -455,7 +457,7 @@ def test_a_forward_that_somebody_patched_is_kept():
     assert calls == [0, 0, 0, 1, 1]
 
 
-def test_hooks_and_parts_called_from_outside_stay():
+def test_hooks_and_calls_of_submodules_survive_a_change_of_stage():
     model, optimizer, scaler = halfstep.prepare(m := gated(), adamw(m), "fp32 until step 1, then bf16-mixed")
     seen = []
     model[1].gate_proj.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
@@ -466,7 +468,7 @@ def test_hooks_and_parts_called_from_outside_stay():
     assert seen[-1] == torch.bfloat16
 
 
-def test_states_of_a_stage_that_is_over_are_gone_and_those_of_the_next_begin():
+def test_a_change_of_stage_replaces_the_scaling_states():
     model, optimizer, scaler = halfstep.prepare(
         m := mlp(), adamw(m), "fp8-delayed until step 2 then fp8-delayed-megatron"
     )
@@ -479,7 +481,7 @@ def test_states_of_a_stage_that_is_over_are_gone_and_those_of_the_next_begin():
     assert all(bool(b[0] != 0) for b in model.buffers())
 
 
-def test_the_audit_and_the_report_tell_the_stage():
+def test_the_audit_and_the_report_name_the_stage():
     model = mlp()
     report = str(halfstep.apply(model, TWO))
     assert "from step 3: bf16-mixed" in report
@@ -493,7 +495,7 @@ def test_the_audit_and_the_report_tell_the_stage():
     assert halfstep.audit(mlp()).stage is None
 
 
-def test_tracking_sees_the_operands_of_the_stage():
+def test_operand_errors_are_those_of_the_current_stage():
     from halfstep.tracking import operand_errors
 
     model, optimizer, scaler = halfstep.prepare(m := mlp(), adamw(m), TWO)
@@ -506,7 +508,7 @@ def test_tracking_sees_the_operands_of_the_stage():
     assert rows == []
 
 
-def test_stages_that_keep_other_weights_as_codes_are_refused():
+def test_stages_that_store_different_weights_as_codes_are_refused():
     rules = (replace(O2.rules[-1], path="0"), replace(O2.rules[-1], path="3"))
     one, two = (replace(O2, name=name, rules=(rule,)) for name, rule in zip("ab", rules, strict=True))
     model = mlp()
@@ -515,7 +517,7 @@ def test_stages_that_keep_other_weights_as_codes_are_refused():
     assert type(model) is nn.Sequential
 
 
-def test_a_rule_of_a_later_stage_that_matches_nothing_is_refused_at_once():
+def test_a_later_stages_rule_without_matches_is_refused_at_once():
     late = replace(
         get_recipe("fp8-current"), name="late", rules=(replace(get_recipe("fp8-current").rules[-1], path="x"),)
     )
@@ -525,13 +527,13 @@ def test_a_rule_of_a_later_stage_that_matches_nothing_is_refused_at_once():
     assert type(model[0]) is nn.Linear
 
 
-def test_inference_has_no_stages():
+def test_quantize_model_refuses_stages():
     model = mlp()
     with pytest.raises(RecipeError, match=r"has stages, and inference has none.*such as 'bf16-mixed'"):
         halfstep.quantize_model(model, TWO)
 
 
-def test_a_gan_counts_each_models_steps_by_its_own_scaler():
+def test_the_models_of_a_gan_count_their_own_steps():
     makes, judges = Gated(), Gated()
     one = halfstep.prepare(makes, adamw(makes), "fp8-current until 50%, then bf16-mixed", total_steps=2)
     two = halfstep.prepare(judges, adamw(judges), "fp8-current until 50%, then bf16-mixed", total_steps=4)
@@ -552,7 +554,7 @@ def test_a_gan_counts_each_models_steps_by_its_own_scaler():
     assert schedule_of(makes).stage == schedule_of(judges).stage == 1
 
 
-def test_nothing_warns_in_the_documented_loop():
+def test_the_documented_loop_gives_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(*halfstep.prepare(m := mlp(), adamw(m), TWO), steps=5)

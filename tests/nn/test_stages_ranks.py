@@ -1,4 +1,4 @@
-"""Two ranks, under DDP and FSDP2: both change stages in the same step, to what each stage's recipe alone computes."""
+"""Recipes with stages on two ranks, under DDP and FSDP2: both change together, and equal each stage's recipe alone."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ EVERY = 2  # steps a stage
 
 
 def spread(how, recipe, weights=None, **options):
-    """A model that follows the recipe on two ranks, what to call, its optimizer and its scaler."""
+    """A model under the recipe on two ranks, its wrapper, its optimizer and its scaler."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -36,7 +36,7 @@ def spread(how, recipe, weights=None, **options):
 
 
 def steps(how, made, first, number, rank):
-    """Steps of two micro-batches, from the number `first` on."""
+    """Run `number` steps of two micro-batches, starting with step `first`."""
     _, called, optimizer, scaler = made
     losses = []
     for step in range(first, first + number):
@@ -73,7 +73,7 @@ def on_a_rank(names, how, rank):
         stages.append(schedule_of(made[0]).stage)
         saved.append((whole(made[0]), made[3].state_dict()))
     expected, weights = [], None
-    for i, name in enumerate(names):  # each stage in a model of its own
+    for i, name in enumerate(names):  # each stage in its own model
         other = spread(how, name, weights)
         expected += steps(how, other, EVERY * i, EVERY, rank)
         weights = whole(other[0])
@@ -89,18 +89,18 @@ def on_a_rank(names, how, rank):
             "resumed": resumed, "alone": alone}  # fmt: skip
 
 
-def everything(rank):
+def results(rank):
     return {(key, how): on_a_rank(names, how, rank) for key, names in CHAINS.items() for how in ("ddp", "fsdp")}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return on_ranks(everything, tmp_path_factory.mktemp("ranks"))
+    return on_ranks(results, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 @pytest.mark.parametrize("key", CHAINS)
-def test_both_ranks_change_together_to_what_each_recipe_computes(ranks, key, how):
+def test_ranks_change_stages_together_and_equal_each_recipe(ranks, key, how):
     for rank in ranks:
         found = rank[key, how]
         last = len(CHAINS[key]) - 1

@@ -1,4 +1,4 @@
-"""A model that follows a recipe, and an optimizer that does not: what is lost is said once, and nothing else is."""
+"""A model under a recipe with an optimizer that `optimize` did not see: a warning names what is lost, once."""
 
 import copy
 import gc
@@ -43,7 +43,7 @@ def step(model, optimizer, scaler=None):
         scaler.update()
 
 
-def told(name, make=torch.optim.AdamW, scaler=None, model=None):
+def warnings_of(name, make=torch.optim.AdamW, scaler=None, model=None):
     """The warnings of three steps, and a fourth of an optimizer that was made after them."""
     model = mlp() if model is None else model
     halfstep.apply(model, name)
@@ -59,8 +59,8 @@ def told(name, make=torch.optim.AdamW, scaler=None, model=None):
 
 @pytest.mark.quick(*sorted({*LOST} - {"fp8lm-o1"}))
 @pytest.mark.parametrize("name", LOST)
-def test_what_is_lost_is_said_once(name):
-    found = told(name)
+def test_a_stock_optimizer_warns_once_of_what_is_lost(name):
+    found = warnings_of(name)
     assert len(found) == bool(LOST[name])
     for warning in found:
         said = str(warning.message)
@@ -76,7 +76,7 @@ def torchao_adamw(parameters, **options):
 
 
 def with_adapter():
-    """A frozen network with a trained layer that is called like LoRA's."""
+    """A frozen network with a trained layer whose name is LoRA's."""
     model = mlp()
     model.requires_grad_(False)
     model.lora_A = torch.nn.Linear(4, 4)
@@ -85,46 +85,48 @@ def with_adapter():
 
 
 QUIET = {
-    "torch's scaler": partial(told, "fp16-mixed", scaler=torch.amp.GradScaler("cpu")),
-    "our scaler": partial(told, "fp16-mixed", scaler=halfstep.LossScaler()),
+    "torch's scaler": partial(warnings_of, "fp16-mixed", scaler=torch.amp.GradScaler("cpu")),
+    "our scaler": partial(warnings_of, "fp16-mixed", scaler=halfstep.LossScaler()),
     "our scaler over a fused step": partial(
-        told, "fp16-mixed", partial(torch.optim.AdamW, fused=True), torch.amp.GradScaler("cpu")
+        warnings_of, "fp16-mixed", partial(torch.optim.AdamW, fused=True), torch.amp.GradScaler("cpu")
     ),
-    "bitsandbytes' moments": partial(told, "adamw-8bit", bnb.optim.AdamW8bit),
+    "bitsandbytes' moments": partial(warnings_of, "adamw-8bit", bnb.optim.AdamW8bit),
     "torchao's stochastic rounding": partial(
-        told, "bf16-stochastic", partial(torchao_adamw, bf16_stochastic_round=True)
+        warnings_of, "bf16-stochastic", partial(torchao_adamw, bf16_stochastic_round=True)
     ),
-    "our own class": partial(told, "bf16-stochastic", partial(halfstep.optim.AdamW8bit, bf16_stochastic_round=True)),
-    "GaLore's own class": partial(told, "bf16-mixed", halfstep.optim.GaLoreAdamW),
+    "our own class": partial(
+        warnings_of, "bf16-stochastic", partial(halfstep.optim.AdamW8bit, bf16_stochastic_round=True)
+    ),
+    "GaLore's own class": partial(warnings_of, "bf16-mixed", halfstep.optim.GaLoreAdamW),
 }
 
 
-@pytest.mark.quick(*sorted({*QUIET} - {"torchao's stochastic rounding"}))  # which it compiles, for a minute
+@pytest.mark.quick(*sorted({*QUIET} - {"torchao's stochastic rounding"}))  # compiles for a minute
 @pytest.mark.parametrize("case", QUIET)
-def test_what_is_right_is_quiet(case):
+def test_setups_that_lose_nothing_do_not_warn(case):
     assert [str(warning.message) for warning in QUIET[case]()] == []
 
 
 def test_adapters_in_float32_need_no_masters():
     model = with_adapter()
-    assert [str(warning.message) for warning in told("bf16-master", model=model)] == []
+    assert [str(warning.message) for warning in warnings_of("bf16-master", model=model)] == []
     assert model[0].weight.dtype == torch.bfloat16
 
 
-def test_a_scaler_that_is_switched_off_scales_nothing():
-    (warning,) = told("fp16-mixed", scaler=torch.amp.GradScaler("cpu", enabled=False))
+def test_a_disabled_scaler_is_warned_of():
+    (warning,) = warnings_of("fp16-mixed", scaler=torch.amp.GradScaler("cpu", enabled=False))
     assert UNSCALED in str(warning.message)
 
 
-def ended():
-    """How many hooks there are, once a step has ended those of models that are gone."""
+def hooks_left():
+    """The number of hooks, after a step has removed those of deleted models."""
     gc.collect()
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()
     return len(hooks)
 
 
-def test_a_model_may_be_collected_while_torch_iterates_over_the_hooks():
-    before, models = ended(), [mlp()]
+def test_a_model_may_be_deleted_while_torch_iterates_over_the_hooks():
+    before, models = hooks_left(), [mlp()]
 
     def collect(*_):
         models.clear()
@@ -136,12 +138,12 @@ def test_a_model_may_be_collected_while_torch_iterates_over_the_hooks():
     other = mlp(1)
     step(other, torch.optim.AdamW(other.parameters()))
     handle.remove()
-    assert ended() == before
+    assert hooks_left() == before
 
 
-def test_steps_on_other_models_are_quiet_and_no_hook_stays():
-    """Of a teacher that only infers, and after `optimize`, `revert` or the model's end: a step costs what it did."""
-    before = ended()
+def test_steps_on_other_models_do_not_warn_and_hooks_are_removed():
+    """Hooks go with `optimize`, `revert` and the end of the model, so that a step costs no more afterwards."""
+    before = hooks_left()
     for name in LOST:
         model = mlp()
         halfstep.prepare(model, torch.optim.AdamW(model.parameters()), name)
@@ -154,12 +156,12 @@ def test_steps_on_other_models_are_quiet_and_no_hook_stays():
     assert len(hooks) == before
     halfstep.apply(teacher, "bf16-master")
     del teacher
-    assert ended() == before
+    assert hooks_left() == before
 
 
-def test_two_models_are_told_of_one_after_the_other():
-    """Torch iterates over the hooks of both before each step: none goes while it does."""
-    ended()
+def test_two_models_are_each_warned_of():
+    """torch iterates over both hooks before each step, so none may be removed meanwhile."""
+    hooks_left()
     pairs = [(model, torch.optim.AdamW(model.parameters())) for model in (mlp(), mlp(1))]
     for model, _ in pairs:
         halfstep.apply(model, "bf16-master")

@@ -1,5 +1,5 @@
-"""Two ways to give a layer another forward, a class of its own and an attribute of the instance, used as layers are:
-docs/design.md's table is what happens."""
+"""Two ways to replace a layer's forward, by a class and by an instance attribute: docs/design.md's table of
+outcomes."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ X = torch.ones(1, 2)
 
 
 def doubled(stock, module, x):
-    """What stands for a recipe: twice what the layer gives, of the module that it was called with."""
+    """A stand-in for a recipe: twice the output of the module it is called with."""
     return 2 * stock(module, x)
 
 
@@ -39,7 +39,7 @@ def by_instance(module):
 
 
 class Stock(nn.Linear):
-    """A layer whose output is the sum of its weight's rows."""
+    """A layer whose output is the sum of each weight row."""
 
     def __init__(self):
         super().__init__(2, 2, bias=False)
@@ -110,14 +110,14 @@ def parametrized_later(take):
 
 
 def given_a_forward_by_its_user(take):
-    """As accelerate and Lightning do: the recipe stays around it."""
+    """As accelerate and Lightning set one: the recipe stays around it."""
     module = take(Stock())
     module.forward = lambda x: 5 * x
     return gives(module, 10)
 
 
 def given_its_own_forward_back(take):
-    """A library that patched the forward before the recipe came takes its patch away (accelerate's unwrap_model)."""
+    """A library that patched the forward before `apply` restores it (accelerate's unwrap_model)."""
     module = Stock()
     stock = module.forward
     take(module)
@@ -152,6 +152,6 @@ def found(way, take):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_page_says_what_happens():
+def test_the_table_in_design_md_states_the_outcomes():
     rows = [f"| {name} | {found(way, by_class)} | {found(way, by_instance)} |" for name, way in WAYS.items()]
     assert "\n".join(rows) in PAGE, "\n" + "\n".join(rows)

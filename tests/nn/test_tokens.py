@@ -1,4 +1,4 @@
-"""A token's activations are rounded for inference by what was decided once: as evaluation rounds them, bit for bit."""
+"""The prepared kernels that round a single token for inference equal evaluation, bit for bit."""
 
 import copy
 from dataclasses import replace
@@ -33,7 +33,7 @@ every_kind = for_each("kind", KINDS)
 
 
 def both(kind, compute="bf16"):
-    """A layer that is quantised for inference, and one that follows the recipe, in evaluation."""
+    """A layer that is quantized for inference, and the same layer under the recipe in evaluation."""
     lhs, rhs = KINDS[kind]
     recipe = Recipe("made", "", "", compute=compute, rules=(Rule("*", linear_spec(lhs, rhs, None)),))
     torch.manual_seed(0)
@@ -45,8 +45,8 @@ def both(kind, compute="bf16"):
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """The products of a quantised layer that went another way than a token's."""
+def general_calls(monkeypatch):
+    """The calls of a quantized layer that took the general path instead of the one for tokens."""
     calls, module = [], import_module("halfstep.ops.linear")
     stock = module.forward_product
     monkeypatch.setattr(module, "forward_product", lambda *given: calls.append(len(given[0].shape)) or stock(*given))
@@ -54,9 +54,9 @@ def asked(monkeypatch):
 
 
 @every_kind
-def test_a_token_is_rounded_as_in_evaluation(kind, asked):
+def test_a_token_is_rounded_like_evaluation(kind, general_calls):
     model, twin = both(kind)
-    del asked[:]
+    del general_calls[:]
     for shape in ((COLUMNS,), (1, COLUMNS), (1, 1, COLUMNS), (3, COLUMNS), (2, 4, COLUMNS)):
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(shape).to(dtype)
@@ -64,12 +64,12 @@ def test_a_token_is_rounded_as_in_evaluation(kind, asked):
                 y = model(x)
             assert y.shape == (*shape[:-1], ACROSS)
             assert_same(y, twin(x))
-    assert not asked
+    assert not general_calls
 
 
 @every_kind
-def test_numbers_at_the_ends_of_the_range(kind):
-    """The largest of bfloat16 and float32, which saturate; subnormal ones, zeros of both signs, and none at all."""
+def test_extreme_inputs_equal_evaluation(kind):
+    """The largest bfloat16 and float32 values, which saturate; subnormals, zeros of both signs, infinity and NaN."""
     model, twin = both(kind)
     numbers = (3.3895e38, 3.4028e38, -3.4028e38, 1e-45, -1e-39, 2.0**-126, -0.0, 0.0, 1.0, torch.inf, torch.nan)
     for first in numbers:
@@ -81,16 +81,16 @@ def test_numbers_at_the_ends_of_the_range(kind):
 
 
 @every_kind
-def test_what_is_no_plain_token_goes_another_way(kind, asked):
+def test_inputs_other_than_plain_tokens_take_the_general_path(kind, general_calls):
     model, twin = both(kind)
-    del asked[:]
+    del general_calls[:]
     x = torch.randn(COLUMNS, 2)
     strange = (
         x.t(), torch._neg_view(torch.randn(1, COLUMNS)), torch.randn(9, COLUMNS), torch.randn(1, COLUMNS).double(),
     )  # fmt: skip
     for count, given in enumerate(strange, start=1):
         assert_same(model(given), twin(given))
-        assert len(asked) == count
+        assert len(general_calls) == count
     assert model(torch.randn(0, COLUMNS)).shape == (0, ACROSS)
     for wrong in (model, twin):
         with pytest.raises(RuntimeError, match="shapes"):
@@ -102,7 +102,7 @@ def test_what_is_no_plain_token_goes_another_way(kind, asked):
 
 
 @every_kind
-def test_another_spec_is_decided_anew(kind):
+def test_a_changed_spec_prepares_other_kernels(kind):
     model, twin = both(kind)
     x = torch.randn(1, COLUMNS)
     model(x)
@@ -115,7 +115,7 @@ def test_another_spec_is_decided_anew(kind):
 
 @pytest.mark.quick("tensor")
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_dtype_is_decided_anew(kind):
+def test_a_changed_compute_dtype_prepares_other_kernels(kind):
     model, twin = both(kind, "fp32")
     x = torch.randn(1, COLUMNS)
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
@@ -123,22 +123,22 @@ def test_another_dtype_is_decided_anew(kind):
             assert_same(model(x), twin(x))
 
 
-def test_scales_that_are_written_to_are_read():
+def test_scales_written_in_place_are_read():
     model, _ = both("tensor")
     model[0].bias = None
     x = torch.randn(1, COLUMNS)
     y = model(x)
     model[0].weight_scale.mul_(2)
     assert torch.equal(model(x), 2 * y)
-    for scale in (3e38, torch.inf, torch.nan):  # beyond what two numbers are multiplied by in one step
+    for scale in (3e38, torch.inf, torch.nan):  # too large to be multiplied in one step
         model[0].weight_scale.fill_(scale)
         assert not model(1e3 * x).isfinite().all()
 
 
 @for_each("shape", [(40, 48), (7, 32), (16, 16)])
 @for_each("tile", [Tile(16, 16), Tile(0, 16), Tile(5, 16)], ids=repr)
-def test_tall_tiles_of_two_levels_are_decoded_as_the_reference_does(shape, tile, monkeypatch):
-    """Which a prompt's products take: by a kernel for tiles of one row, and not by the reference itself."""
+def test_multi_row_tiles_of_two_levels_decode_like_the_reference(shape, tile, monkeypatch):
+    """A prompt's matmuls decode them by a kernel for tiles of one row, not by the reference."""
     weight = torch.randn(shape) * torch.randn(shape[0], 1).exp()
     weight[2:5] = 0.0
     weight[-1, -1] = torch.inf

@@ -1,4 +1,4 @@
-"""torch.compile of models on a GPU that is not there: one graph, whose operators are opaque and stand up to opcheck."""
+"""torch.compile of models on a fake GPU: one graph, whose operators are opaque and pass opcheck."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from halfstep.quant.estimator import Clamp, Estimator
 from tiny import EVERY, model_for, prepared
 
 
-OWN = {"fp8-current", "fp8-block"}  # one of each path that operators take; models that round nothing have none
+OWN = {"fp8-current", "fp8-block"}  # one for each path of the operators; models that round nothing have none
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
-def test_one_graph(name):
+def test_a_model_compiles_to_one_graph(name):
     graphs = []
 
     def kept(graph, inputs):
@@ -66,31 +66,31 @@ CALLS = {
     "estimate": (X.clone(), X, torch.tensor(1.0), E4M3.key, 0, 0, None, Estimator().text),
     "accumulate": (X, X.t().contiguous(), torch.empty(4, 4), formats.get("fp16").key, 8, False, None),
 }  # fmt: skip
-DRAWN = {"draw_signs"}  # opcheck runs an operator twice, and wants the same twice
-WATCHED = {"follow"}  # of tensors without values alone, for whoever counts operators: no graph holds it
+DRAWN = {"draw_signs"}  # opcheck runs an operator twice, and expects equal results
+WATCHED = {"follow"}  # only for FakeTensors, so that operators can be counted: in no graph
 
 
-def test_every_operator_is_here():
+def test_every_operator_is_covered():
     names = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("halfstep::")}
     assert names == CALLS.keys() | DRAWN | WATCHED
 
 
 @pytest.mark.quick(*sorted(CALLS.keys() - {"rotate"}))  # seconds
 @pytest.mark.parametrize("name", CALLS)
-def test_operators_stand_up_to_opcheck(name):
+def test_operators_pass_opcheck(name):
     product = "aten::_scaled_mm_v2"
     if name == "units_mm" and not (
         product in torch._C._dispatch_get_all_op_names()
         and torch._C._dispatch_has_kernel_for_dispatch_key(product, "CPU")
     ):
         pytest.skip("before torch 2.12 no CPU runs torch.nn.functional.scaled_mm")
-    compares = name != "units_mm"  # its inputs before and after, which torch does with no float8 on a CPU
+    compares = name != "units_mm"  # compares inputs before and after, which torch cannot do for float8 on a CPU
     asked = ["test_schema"] * compares + ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     torch.library.opcheck(getattr(torch.ops.halfstep, name).default, CALLS[name], test_utils=asked)
 
 
 @pytest.mark.parametrize("name", [*CALLS, *DRAWN, *WATCHED])
-def test_operators_take_tensors_on_a_gpu(name):
-    """Theirs is one kernel for all devices, by which dispatch comes to Triton's."""
+def test_operators_have_kernels_for_cpu_and_cuda(name):
+    """One kernel for all devices, which dispatches to Triton's."""
     for key in ("CPU", "CUDA"):
         assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"halfstep::{name}", key)

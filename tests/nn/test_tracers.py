@@ -1,4 +1,4 @@
-"""torch's tracers: what they write down rounds as the model does, whatever the batch, or they are refused."""
+"""torch's tracers: a traced program rounds like the model for any batch size, or the tracing is refused."""
 
 import copy
 import warnings
@@ -28,7 +28,7 @@ TRACERS = {
 
 
 class Net(nn.Module):
-    """Layers, and a function between them."""
+    """Two layers with a GELU between them."""
 
     def __init__(self):
         super().__init__()
@@ -39,8 +39,8 @@ class Net(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's, as it traces
-def test_a_model_that_is_compiled_itself_trains():
-    """Dynamo begins at each of its frames."""
+def test_a_compiled_model_trains_like_eager():
+    """Dynamo starts at each of its frames."""
     found, x = [], torch.randn(4, 16)
     for compiled in (True, False):
         torch._dynamo.reset()
@@ -53,23 +53,23 @@ def test_a_model_that_is_compiled_itself_trains():
 
 
 @torch.no_grad()
-def test_a_compiled_function_calls_a_compiled_forward():
-    """As where Lightning compiles a module: its methods, one of which calls another."""
+def test_a_compiled_function_may_call_a_compiled_forward():
+    """As Lightning compiles a module: its methods, one of which calls another."""
     model, x = prepared("fp32", Net())[0], torch.randn(4, 16)
     expected = model(x)
     model.forward = torch.compile(model.forward, backend="eager")
     assert_same(torch.compile(lambda x: model(x).square(), backend="eager")(x), expected.square())
 
 
-def made():
+def small_net():
     torch.manual_seed(0)
     return Net().eval(), torch.randn(96, 16)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("recipe", slow_unless({"mxfp8"}.__contains__, ROUNDING))
-def test_a_graph_that_would_not_round_is_refused(recipe):
-    model, x = made()
+def test_tracers_that_would_not_round_are_refused(recipe):
+    model, x = small_net()
     traced = torch.fx.symbolic_trace(copy.deepcopy(model))
     halfstep.apply(model, recipe)
     for name, trace in TRACERS.items():
@@ -81,8 +81,8 @@ def test_a_graph_that_would_not_round_is_refused(recipe):
 
 
 @pytest.mark.parametrize("layer", [lambda: nn.Linear(16, 8), lambda: nn.LSTM(16, 8)])
-def test_one_layer_under_autocast_is_no_graph_of_its_code(layer):
-    """torch.fx leaves layers within a model whole, and writes down what is in one that is the model."""
+def test_symbolic_trace_of_a_root_layer_under_autocast_is_refused(layer):
+    """torch.fx does not trace into layers within a model, but traces into a layer that is the model."""
     halfstep.apply(model := layer(), "fp16-mixed")
     with pytest.raises(RecipeError, match=r"follows recipe 'fp16-mixed', but torch\.fx \(symbolic_trace, make_fx\)"):
         torch.fx.symbolic_trace(model)
@@ -91,16 +91,16 @@ def test_one_layer_under_autocast_is_no_graph_of_its_code(layer):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_graph_of_a_recipe_that_rounds_no_operand_is_the_model():
-    model, x = made()
+def test_jit_trace_of_a_recipe_without_rounding_equals_the_model():
+    model, x = small_net()
     halfstep.apply(model, "bf16-mixed")
     with torch.no_grad():
         assert torch.equal(torch.jit.trace(model, x, check_trace=False)(x), model(x))
 
 
 @pytest.mark.parametrize("recipe", slow_unless({"mxfp8"}.__contains__, ROUNDING))
-def test_export_for_any_batch(recipe):
-    model, x = made()
+def test_export_with_a_dynamic_batch_equals_the_model(recipe):
+    model, x = small_net()
     halfstep.apply(model, recipe)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -108,14 +108,14 @@ def test_export_for_any_batch(recipe):
         program = torch.export.export(model, (x[:40],), dynamic_shapes=shapes).module()
         for rows in (96, 40, 33):
             assert torch.equal(program(x[:rows]), model(x[:rows]))
-        few, expected = program(x[:5]), model(x[:5])  # of few rows eager products add up in another order
+        few, expected = program(x[:5]), model(x[:5])  # eager matmuls of few rows sum in another order
         assert float((few - expected).norm()) <= 0.05 * float(expected.norm())
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it traces
 @pytest.mark.parametrize("recipe", EVERY)
-def test_compiled_for_any_size_from_the_beginning(recipe):
+def test_compiling_with_dynamic_shapes_equals_eager_without_retracing(recipe):
     torch._dynamo.reset()
     halfstep.apply(model := model_for(recipe), recipe)
     twin, graphs = copy.deepcopy(model), CompileCounterWithBackend("aot_eager")
@@ -134,8 +134,8 @@ def test_compiled_for_any_size_from_the_beginning(recipe):
 
 
 def under_ddp(rank, recipe, backend="aot_eager"):
-    """The weights that a rank trains, and what they are once the model is compiled, in several graphs and in one; by
-    Inductor, which compiles C++ for each, in one."""
+    """A rank's trained weights: uncompiled, then compiled in several graphs and in one; by Inductor (slow to compile)
+    in one only."""
     ways = [(False, False), (True, True), (True, False)] if backend == "aot_eager" else [(False, False), (True, False)]
     torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 1024
     found = []
@@ -156,14 +156,14 @@ def under_ddp(rank, recipe, backend="aot_eager"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bf16-mixed", "fp8-delayed", "coat", "nvfp4", "fp8lm-o2", "galore"])
-def test_ddp_compiled_trains_what_it_does_uncompiled(recipe, tmp_path):
+def test_compiled_ddp_trains_like_uncompiled(recipe, tmp_path):
     for expected, *others in zip(*(run for rank in on_ranks(under_ddp, tmp_path, recipe) for run in rank), strict=True):
         assert all(torch.equal(expected, other) for other in others)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8lm-o2", "nvfp4", "galore"])
-def test_ddp_compiled_by_inductor_ends_with_equal_ranks(recipe, tmp_path):
+def test_ddp_compiled_by_inductor_gives_equal_ranks_near_eager(recipe, tmp_path):
     (eager, first), (_, second) = on_ranks(under_ddp, tmp_path, recipe, "inductor")
     for expected, one, other in zip(eager, first, second, strict=True):
         assert torch.equal(one, other)

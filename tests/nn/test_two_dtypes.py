@@ -1,4 +1,4 @@
-"""16-bit weights meet float32 inputs in layers, and in code, whose kernels take one dtype only."""
+"""16-bit weights with float32 inputs, in layers and in modules' own code, whose kernels take one dtype only."""
 
 import copy
 import itertools
@@ -18,7 +18,7 @@ from tiny import BREAKS, FAST, FOUR, PROJECTED, RECIPES, Estimated, adamw, mostl
 
 
 class Own(nn.Module):
-    """A layer norm as people write it, with whatever else refuses two dtypes."""
+    """A layer norm as people write it, or another function that refuses mixed dtypes."""
 
     def __init__(self, function=None):
         super().__init__()
@@ -30,7 +30,7 @@ class Own(nn.Module):
 
 
 class Beside(nn.Module):
-    """A float32 buffer comes in beside a 16-bit input."""
+    """Adds a float32 buffer to a 16-bit input."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class Beside(nn.Module):
 
 
 class Twice(nn.Module):
-    """A module that takes its input twice, or with the weights of its samples."""
+    """A module that takes its input twice, or with per-sample weights."""
 
     def __init__(self, layer):
         super().__init__()
@@ -92,7 +92,8 @@ def data():
 
 
 def rates(name):
-    """Of the outputs and of the gradients. 4 bits: a third more than is seen, 0.35 and 0.48 at wide inputs."""
+    """Relative tolerances of outputs and of gradients. For 4 bits: a third more than is seen, 0.35 and 0.48 with wide
+    inputs."""
     made = recipe.get_recipe(name)
     rounds = any(rule.linear.rounds for rule in made.rules)
     rate = 0.2 if rounds else {"fp32": 1e-5, "bf16": 0.03, "fp16": 0.004}[made.compute]
@@ -100,7 +101,7 @@ def rates(name):
 
 
 def compare(name, stock, changed, x):
-    """Outputs and gradients, layer by layer, within the recipe's own rounding."""
+    """Compare outputs and gradients with the stock model's, within the recipe's own rounding."""
     near, near_gradients = rates(name)
     model, optimizer, scaler = prepared(name, changed)
     with Estimated(name):
@@ -123,11 +124,11 @@ def compare(name, stock, changed, x):
 @pytest.mark.filterwarnings("ignore:.*does not round")
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
 @for_each("layer", LAYERS)
-def test_a_float32_input_meets_wider_weights(name, layer):
+def test_layers_take_a_float32_input_under_every_recipe(name, layer):
     compare(name, model(layer), model(layer), data()[0])
 
 
-def test_a_bag_sums_the_widened_rows_and_never_widens_the_table():
+def test_an_embedding_bag_sums_16_bit_rows_in_float32():
     bag, x = nn.EmbeddingBag(9, 8, mode="sum", padding_idx=3), data()[0]
     indices, offsets = torch.arange(24) % 9, torch.arange(0, 24, 4)
     weights = x.flatten()[:24].clone().requires_grad_()
@@ -144,8 +145,8 @@ def test_a_bag_sums_the_widened_rows_and_never_widens_the_table():
         )
 
 
-def test_own_code_on_16_bit_inputs_is_what_it_was():
-    """Where nothing is wider than the weights, no number moves."""
+def test_a_modules_own_code_on_16_bit_inputs_changes_no_bit():
+    """Nothing is wider than the weights."""
     layer = Own().bfloat16()
     x = torch.randn(12, 8).bfloat16()
     expected = layer(x)
@@ -158,7 +159,7 @@ def test_own_code_on_16_bit_inputs_is_what_it_was():
     assert type(changed[0]) is Own
 
 
-def test_own_code_is_recomputed_alike_under_checkpointing():
+def test_checkpointing_a_modules_own_code_changes_no_bit():
     name = "bf16-master"
     plain, kept = model("layer_norm"), model("layer_norm")
     inner = kept[0]
@@ -203,7 +204,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:Fut
         itertools.product(SPECTRAL, RECIPES),
     ),
 )
-def test_weights_that_are_computed_follow_the_recipe(name, kind):
+def test_parametrized_weights_follow_the_recipe(name, kind):
     compare(name, normed(kind), normed(kind), data()[0])
     changed, stock = normed(kind), normed(kind)
     trained, optimizer, scaler = prepared(name, changed)
@@ -218,7 +219,7 @@ def test_weights_that_are_computed_follow_the_recipe(name, kind):
             scaler.step(own) if own is optimizer else own.step()
             own.zero_grad()
         scaler.update()
-    if name in PROJECTED:  # steps in a subspace of the gradient are not AdamW's
+    if name in PROJECTED:  # steps in a subspace of the gradient differ from AdamW's
         assert losses[-2] < losses[0]
     elif name not in BREAKS:
         assert losses[-2] == pytest.approx(losses[-1], rel=0.1)
@@ -226,7 +227,7 @@ def test_weights_that_are_computed_follow_the_recipe(name, kind):
 
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
 def test_a_prepared_layer_can_be_parametrized(name):
-    """torch gives the layer another class, over ours: it computes as the recipe says; removed, ours is back."""
+    """torch gives the layer another class that derives from ours. Removing the parametrization restores ours."""
     torch.manual_seed(0)
     changed, stock = nn.Linear(8, 8), nn.Linear(8, 8)
     stock.load_state_dict(changed.state_dict())
@@ -251,7 +252,7 @@ def test_a_prepared_layer_can_be_parametrized(name):
     assert type(root[0]) is nn.Linear
 
 
-def test_rules_reach_a_parametrized_layer_and_name_no_parametrization():
+def test_rules_match_a_parametrized_layer_but_not_its_parametrization():
     changed = normed("spectral parametrization")
     report = halfstep.apply(
         changed, Recipe("made", "", "", rules=(Rule("*", recipe.get_recipe("fp8-current").rules[-1].linear),))

@@ -1,5 +1,6 @@
-"""Ranks that cannot agree say so, all of them and at once: stages of a pipeline in one group, batches that run out on
-one rank first; and a process group may begin after `prepare`."""
+"""Ranks that cannot agree raise errors on all ranks at once, and process groups may start after `prepare`.
+
+Cases: pipeline stages in one group, and batches that run out on one rank first."""
 
 import os
 
@@ -24,7 +25,7 @@ def layers(depth):
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(depth)))
 
 
-def told(work):
+def error_of(work):
     try:
         work()
     except halfstep.HalfstepError as error:
@@ -41,7 +42,7 @@ def two_stages(rank, recipe):
         scaler.step(optimizer)
         scaler.update()
 
-    return told(step)
+    return error_of(step)
 
 
 def uneven(rank):
@@ -59,19 +60,19 @@ def uneven(rank):
                     scaler.update()
                     optimizer.zero_grad()
 
-        found[recipe] = told(steps), sum(float(p.detach().abs().sum()) for p in model.parameters())
+        found[recipe] = error_of(steps), sum(float(p.detach().abs().sum()) for p in model.parameters())
     return found
 
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8lm-o2"])
-def test_stages_of_a_pipeline_in_one_group_are_told_which_groups_to_give(recipe, tmp_path):
+def test_pipeline_stages_in_one_group_are_refused_with_advice_on_groups(recipe, tmp_path):
     said = on_ranks(two_stages, tmp_path, recipe)
     assert said[0] == said[1]
     assert "keep scaling states of other layers" in said[0]
     assert "amax_group=torch.distributed.new_group" in said[0]
 
 
-def test_batches_that_run_out_on_one_rank_are_refused_or_right(tmp_path):
+def test_uneven_batches_are_refused_or_train_equally(tmp_path):
     first, second = on_ranks(uneven, tmp_path)
     for recipe in WAIT:
         for said, _ in (first[recipe], second[recipe]):
@@ -82,7 +83,7 @@ def test_batches_that_run_out_on_one_rank_are_refused_or_right(tmp_path):
 
 
 def begun_late(rank, recipe):
-    """The weights after three steps, where the processes find each other before `prepare`, and after it."""
+    """The weights after three steps, with the process group initialized before `prepare`, and after it."""
     found = []
     for late in (False, True):
         model = layers(2)
@@ -103,7 +104,7 @@ def begun_late(rank, recipe):
 
 
 @pytest.mark.parametrize("recipe", ["fp16-mixed", "fp8-delayed", "fp8lm-o2"])
-def test_a_process_group_may_begin_after_prepare(recipe, tmp_path, monkeypatch):
+def test_a_process_group_may_be_initialized_after_prepare(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("STORE", f"{tmp_path}/late")
     first, second = on_ranks(begun_late, tmp_path, recipe)
     assert_same(first[0], first[1])

@@ -1,4 +1,4 @@
-"""`unit_scale` and how a model is called: modules that are called several times, and batches by name."""
+"""`unit_scale` by the way a model is called: modules called several times, and batches by name."""
 
 from collections import UserDict
 
@@ -15,7 +15,7 @@ IDS = torch.randint(0, 64, (8, 20), generator=torch.Generator().manual_seed(0))
 
 
 class Shared(nn.Module):
-    """An encoder and a decoder that share an embedding and a layer, whose sequences are of other lengths."""
+    """An encoder and a decoder that share an embedding and a layer, for sequences of different lengths."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("residual", [None, 0.5])
-def test_an_embedding_and_a_layer_may_be_shared_by_sequences_of_other_lengths(residual):
+def test_shared_modules_may_have_inputs_of_different_lengths(residual):
     torch.manual_seed(0)
     model, batch = Shared(), {"source": IDS[:, :20], "target": IDS[:, :5]}
     halfstep.unit_scale(model, **batch, constraint="to_output", residual=residual)
@@ -38,7 +38,7 @@ def test_an_embedding_and_a_layer_may_be_shared_by_sequences_of_other_lengths(re
     assert max(off_direction(model.double(), (), batch).values()) < 1e-9
 
 
-def test_the_advice_where_calls_differ_is_not_what_was_followed():
+def test_a_module_called_with_different_factors_is_refused_with_advice():
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -54,7 +54,7 @@ def test_the_advice_where_calls_differ_is_not_what_was_followed():
 
 
 class Batched(nn.Module):
-    """A model whose one argument is a mapping."""
+    """A model that takes one mapping."""
 
     def __init__(self, inner):
         super().__init__()
@@ -64,14 +64,14 @@ class Batched(nn.Module):
         return self.inner(**batch)
 
 
-def test_a_batch_by_name_is_a_mapping_too():
+def test_a_batch_may_be_keywords_or_a_mapping():
     batch = {"source": IDS[:, :20], "target": IDS[:, :5]}
     reports = []
     for kind, inputs, named in (
         (Shared(), (), batch),
         (Shared(), (batch,), {}),
         (Shared(), (UserDict(batch),), {}),
-        (nn.DataParallel(Shared()), (batch,), {}),  # whose forward takes anything
+        (nn.DataParallel(Shared()), (batch,), {}),  # its forward takes any arguments
         (Batched(Shared()), (batch,), {}),
     ):
         report = halfstep.unit_scale(kind, *inputs, **named)
@@ -82,8 +82,8 @@ def test_a_batch_by_name_is_a_mapping_too():
 
 
 class Gated(nn.Module):
-    """Squeeze and excite, then a shift by channel from another input and a gain of its own, each broadcast to 12 x 12
-    places."""
+    """Squeeze and excite, then a shift per channel from another input and a gain, each broadcast to 12 x 12
+    positions."""
 
     def __init__(self, in_place):
         super().__init__()
@@ -103,7 +103,7 @@ class Gated(nn.Module):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_broadcast_operand_has_a_gradient_of_unit_size_and_the_true_direction(in_place):
+def test_gradients_of_broadcast_operands_have_unit_size_and_true_direction(in_place):
     torch.manual_seed(0)
     model, inputs = Gated(in_place), (torch.randn(8, 3, 14, 14), torch.randn(8, 5))
     halfstep.unit_scale(model, *inputs)

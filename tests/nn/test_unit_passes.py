@@ -1,4 +1,4 @@
-"""What unit scaling costs a model that `unit_scale` adopted: factors stand where operands are at hand."""
+"""The cost of unit scaling in adopted models: factors are fused into operations instead of separate passes."""
 
 import math
 
@@ -23,7 +23,7 @@ class HandWritten(nn.Module):
 
 
 class Called(nn.Module):
-    """An activation that a module's own code calls."""
+    """An activation function that a module's forward calls."""
 
     def __init__(self, function):
         super().__init__()
@@ -45,13 +45,13 @@ FUNCTIONS = [
 
 def value_and_gradient(function, x, grad):
     x = x.clone().requires_grad_()
-    y = function(x * 1)  # which may be written to
+    y = function(x * 1)  # a copy, since it may be written in place
     return y.detach(), torch.autograd.grad(y, x, grad)[0]
 
 
 @pytest.mark.parametrize("activation", MODULES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_an_adopted_activation_is_itself_times_its_two_factors(activation, dtype):
+def test_an_adopted_activation_equals_the_stock_one_times_its_factors(activation, dtype):
     model = nn.Sequential(nn.Linear(16, 32), activation, nn.Linear(32, 16))
     generator, wide = torch.Generator().manual_seed(1), 1 if dtype == torch.bfloat16 else 3
     x, grad = (torch.randn(64, 32, generator=generator).mul(wide).to(dtype) for _ in range(2))
@@ -60,7 +60,7 @@ def test_an_adopted_activation_is_itself_times_its_two_factors(activation, dtype
     (factors,) = [op for op in report.operations if op.path == "1"]
     alpha, beta = float(factors.forward.removeprefix("times ")), factors.backward[0]
     found = value_and_gradient(model[1], x, grad)
-    rtol = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.03}[dtype]  # of alpha the report has 4 digits
+    rtol = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.03}[dtype]  # the report gives 4 digits of alpha
     torch.testing.assert_close(found[0].double(), y * alpha, rtol=rtol, atol=2e-5 if rtol < 0.01 else 0.01)
     torch.testing.assert_close(found[1].double(), slope * beta, rtol=rtol, atol=2e-5 if rtol < 0.01 else 0.03)
     halfstep.revert(model)
@@ -70,7 +70,7 @@ def test_an_adopted_activation_is_itself_times_its_two_factors(activation, dtype
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_called_activation_is_itself_times_its_two_factors(function):
+def test_a_called_activation_equals_the_stock_one_times_its_factors(function):
     model = Called(function)
     report = halfstep.unit_scale(model, torch.randn(64, 16))
     (factors,) = [op for op in report.operations if op.path == "" and op.name != "nn.Linear"]
@@ -81,7 +81,7 @@ def test_a_called_activation_is_itself_times_its_two_factors(function):
     torch.testing.assert_close(found[1], slope * factors.backward[0], rtol=1e-3, atol=1e-5)
 
 
-def test_what_is_written_to_in_place_is_scaled_where_it_lies():
+def test_an_in_place_activation_is_scaled_in_place():
     class InPlace(nn.Module):
         def __init__(self):
             super().__init__()
@@ -89,7 +89,7 @@ def test_what_is_written_to_in_place_is_scaled_where_it_lies():
 
         def forward(self, x):
             x = self.first(x)
-            F.relu(x, inplace=True)  # and nobody takes what it returns
+            F.relu(x, inplace=True)  # its return value is not used
             return self.last(x)
 
     torch.manual_seed(0)
@@ -104,7 +104,7 @@ def test_what_is_written_to_in_place_is_scaled_where_it_lies():
 
 
 class Multiplications(TorchDispatchMode):
-    """The shapes of tensors that are made by multiplying one by a number."""
+    """The shapes of all products of a tensor and a scalar."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ class Multiplications(TorchDispatchMode):
 
 
 class WithLoss(nn.Module):
-    """A GPT that gives its loss."""
+    """A GPT that returns its loss."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ class WithLoss(nn.Module):
         return F.cross_entropy(self.model(tokens).flatten(0, 1), tokens.flatten())
 
 
-def test_products_activations_and_losses_take_no_pass_of_their_own():
+def test_factors_of_matmuls_activations_and_losses_take_no_extra_pass():
     torch.manual_seed(0)
     model = WithLoss()
     report = halfstep.unit_scale(model, TOKENS)
@@ -137,7 +137,9 @@ def test_products_activations_and_losses_take_no_pass_of_their_own():
     with counted:
         model(TOKENS).backward()
     large = [shape for shape in counted.shapes if math.prod(shape) >= 8 * 32 * 64]
-    assert {shape[-1] for shape in large} <= {64, 16}, large  # the stream's width and a head's: no MLP's, no logits
+    assert {shape[-1] for shape in large} <= {64, 16}, (
+        large
+    )  # widths of the residual stream and of a head: no MLP's, no logits'
     blocks, stream = 2, [shape for shape in large if shape[-1] == 64]
     # Of the stream: each residual addition has one forward and one backward, each branch one where it begins; the sum
     # of tokens and positions has one, and the gradient of the embedding one.

@@ -1,4 +1,4 @@
-"""A unit-scaled model on two ranks: DDP's and FSDP2's gradients are one process's, and other batches are refused."""
+"""Unit-scaled models on two ranks: DDP and FSDP2 equal one process, and different batches are refused."""
 
 from contextlib import nullcontext
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 class Block(nn.Module):
-    """A layer, and a residual branch."""
+    """A layer and a residual branch."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ WAYS = {
     "unused": ({"find_unused_parameters": True}, 1),
     "micro-batches": ({}, 3),
 }
-"""DDP's options, and micro-batches a step: gradients cross with the last."""
+"""DDP's options and micro-batches per step; gradients are reduced with the last one."""
 
 
 def under_ddp(rank, options, micro):
@@ -71,8 +71,8 @@ def under_ddp(rank, options, micro):
     return [p.detach() for p in model.parameters()]
 
 
-def sharded(rank):
-    """FSDP2, of a model that is unit-scaled before."""
+def under_fsdp(rank):
+    """The weights after three steps under FSDP2."""
     mesh = init_device_mesh("cpu", (2,))
     model = unit_scaled()
     halfstep.apply(model, "unit-fp8")
@@ -116,28 +116,28 @@ def in_one_process(micro):
     return [p.detach() for p in model.parameters()]
 
 
-def everything(rank):
-    return {name: under_ddp(rank, *way) for name, way in WAYS.items()}, sharded(rank), refusal(rank)
+def results(rank):
+    return {name: under_ddp(rank, *way) for name, way in WAYS.items()}, under_fsdp(rank), refusal(rank)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return on_ranks(everything, tmp_path_factory.mktemp("ranks"))
+    return on_ranks(results, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_ddp_is_one_process_bit_for_bit(ranks, name):
+def test_ddp_equals_one_process(ranks, name):
     expected = in_one_process(WAYS[name][1])
     for weights, *_ in ranks:
         assert_same(weights[name], expected)
 
 
-def test_shards_are_one_process_bit_for_bit(ranks):
+def test_fsdp_equals_one_process(ranks):
     expected = in_one_process(1)
     for _, weights, _ in ranks:
         assert_same(weights, expected)
 
 
-def test_ranks_with_other_batches_are_refused_on_all(ranks):
+def test_different_batches_are_refused_on_all_ranks(ranks):
     for *_, words in ranks:
         assert "each rank traced a batch of its own" in words

@@ -1,4 +1,4 @@
-"""`halfstep.unit_scale`: sizes at initialisation, true gradients, refusals, and whatever else happens to a model."""
+"""`halfstep.unit_scale`: sizes at initialisation, true gradients, refusals, and copies, checkpointing and recipes."""
 
 import copy
 import io
@@ -33,8 +33,8 @@ MODELS = {
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
-def made(name, smooth=False, **options):
-    """A model of that name, unit-scaled; `smooth`: differences of its outputs are slopes, which a ReLU's are not."""
+def unit_scaled(name, smooth=False, **options):
+    """A unit-scaled model of that name. `smooth` replaces ReLUs by GELUs, so that differences of outputs are slopes."""
     torch.manual_seed(0)
     make, inputs = MODELS[name]
     model = make()
@@ -47,8 +47,8 @@ def made(name, smooth=False, **options):
 
 
 @every_model
-def test_sizes_are_near_1_at_initialisation(name):
-    model, inputs, _ = made(name)
+def test_standard_deviations_are_near_1_at_initialisation(name):
+    model, inputs, _ = unit_scaled(name)
     weights = {path: float(p.detach().std(correction=0)) for path, p in model.named_parameters() if p.dim() > 1}
     assert all(abs(size - 1) < 1e-5 for size in weights.values()), weights
     for found in sizes(model, inputs, {}):
@@ -67,29 +67,29 @@ CONSTRAINTS = ("geometric_mean", "to_output", "to_grad_input")
     slow_unless(in_turn([*MODELS], CONSTRAINTS).__contains__, itertools.product(MODELS, CONSTRAINTS)),
 )
 def test_gradients_are_multiples_of_the_true_ones(name, constraint):
-    model, inputs, _ = made(name, constraint=constraint, smooth=True)
+    model, inputs, _ = unit_scaled(name, constraint=constraint, smooth=True)
     inputs = [x.double() if x.is_floating_point() else x for x in inputs]
     found = off_direction(model.double(), inputs, {})
     assert max(found.values()) < 1e-6, found
 
 
-def test_without_a_constraint_they_are_not():
-    model, inputs, _ = made("gpt", constraint=None)
+def test_gradients_without_a_constraint_are_not_multiples_of_the_true_ones():
+    model, inputs, _ = unit_scaled("gpt", constraint=None)
     found = off_direction(model.double(), inputs, {})
     assert max(found.values()) > 1e-3
     assert found["head.weight"] < 1e-6
 
 
-def test_residual_additions_are_a_running_mean():
-    _, _, report = made("gpt")
+def test_residual_shares_are_those_of_a_running_mean():
+    _, _, report = unit_scaled("gpt")
     shares = [op.rule for op in report.operations if op.rule.startswith("residual")]
     assert [rule.split("branch ")[1].split(";")[0] for rule in shares] == ["0.5", "0.333", "0.25", "0.2"]
-    _, _, fixed = made("gpt", residual=0.3)
+    _, _, fixed = unit_scaled("gpt", residual=0.3)
     assert all("share of the branch 0.3;" in op.rule for op in fixed.operations if op.rule.startswith("residual"))
 
 
 class Skip(nn.Module):
-    """Three layers and a skip, as in the paper's figure."""
+    """Three layers and a residual connection, as in the paper's figure."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ class Skip(nn.Module):
         return self.last(x + torch.tanh(self.branch(x)))
 
 
-def test_the_branch_alone_is_tied():
+def test_only_layers_in_the_residual_branch_tie_their_factors():
     torch.manual_seed(0)
     model = Skip()
     report = halfstep.unit_scale(model, torch.randn(64, 16))
@@ -112,7 +112,7 @@ def test_the_branch_alone_is_tied():
 
 
 class SharedDropout(Skip):
-    """The branch, and what comes before it, drop by one module."""
+    """The branch and the code around it use one dropout module."""
 
     def __init__(self, begins):
         super().__init__()
@@ -124,29 +124,29 @@ class SharedDropout(Skip):
         return self.last(self.drop(x + self.drop(branch)))
 
 
-def test_a_branch_does_not_end_where_a_module_is_called_again():
+def test_a_branch_may_share_a_module_with_the_code_around_it():
     reports = [halfstep.unit_scale(SharedDropout(begins), torch.randn(64, 16)) for begins in (False, True)]
     shares = [[op.rule[:33] for op in report.operations if op.rule.startswith("residual")] for report in reports]
     assert shares == [["residual, share of the branch 0.5"]] * 2
 
 
 def _size_of_tanh():
-    """The size of what the branch adds: tanh's two factors, tied, times its output's root mean square."""
+    """The size of the branch's output: tanh's two tied factors times its output's root mean square."""
     z = torch.randn(10**6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     y, slope = z.tanh(), 1 - z.tanh() ** 2
     alpha = (y.std() * slope.square().mean().sqrt()) ** -0.5
     return float(alpha * y.square().mean().sqrt())
 
 
-def parts(size, ends):
-    """How many parts a graph has."""
+def components(size, ends):
+    """The number of connected components of a graph."""
     group = list(range(size))
     for u, v in ends:
         group = [group[u] if g == group[v] else g for g in group]
     return len(set(group))
 
 
-def test_bridges_are_those_whose_removal_parts_the_graph():
+def test_bridges_are_the_edges_whose_removal_disconnects_the_graph():
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         size = 7
@@ -155,14 +155,14 @@ def test_bridges_are_those_whose_removal_parts_the_graph():
         ends = [(u, v) for u, v in [*enumerate(first), *ends] if u != v]
         ends = [ends[i] for i in torch.randperm(len(ends), generator=generator).tolist()]
 
-        expected = [i for i in range(len(ends)) if parts(size, ends[:i] + ends[i + 1 :]) > parts(size, ends)]
+        expected = [i for i in range(len(ends)) if components(size, ends[:i] + ends[i + 1 :]) > components(size, ends)]
         assert sorted(_bridges(ends)) == expected
 
 
 @pytest.mark.quick("seq2seq", "cnn")
 @every_model
-def test_a_copy_a_pickle_and_a_resumed_model_are_the_same_bit_for_bit(name):
-    model, inputs, _ = made(name)
+def test_copied_pickled_and_resumed_models_give_the_same_bits(name):
+    model, inputs, _ = unit_scaled(name)
     output, grads = passes(model, inputs, {})
     file = io.BytesIO()
     torch.save(copy.deepcopy(model), file)
@@ -178,7 +178,7 @@ def test_a_copy_a_pickle_and_a_resumed_model_are_the_same_bit_for_bit(name):
         assert all(torch.equal(grad, found[key]) for key, grad in grads.items())
 
 
-def test_the_weights_of_a_plain_model_are_not_loaded_in_silence():
+def test_loading_the_weights_of_a_plain_model_warns():
     torch.manual_seed(0)
     model = GPT(97, 32, 1, 32, 2)
     plain = copy.deepcopy(model.state_dict())
@@ -200,10 +200,10 @@ def _saved(model):
 
 
 @every_model
-def test_revert_gives_back_classes_keys_and_weights(name):
+def test_revert_restores_classes_keys_and_weights(name):
     torch.manual_seed(0)
     stock = MODELS[name][0]()
-    model, _, _ = made(name)
+    model, _, _ = unit_scaled(name)
     assert list(model.state_dict()) == list(stock.state_dict())
     assert all(isinstance(m, type(s)) for m, s in zip(model.modules(), stock.modules(), strict=True))
     halfstep.apply(model, "unit-fp16")
@@ -220,7 +220,7 @@ def test_revert_gives_back_classes_keys_and_weights(name):
 
 
 @every_model
-def test_the_trace_changes_nothing_else(name):
+def test_tracing_changes_no_buffer_mode_gradient_or_random_state(name):
     torch.manual_seed(0)
     model = MODELS[name][0]().eval()
     buffers = {key: value.clone() for key, value in model.named_buffers()}
@@ -235,8 +235,8 @@ def test_the_trace_changes_nothing_else(name):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.slow  # functions are traced in tests/unit, and a model in test_unit_ways.py
 @every_model
-def test_a_traced_graph_is_the_same(name):
-    model, inputs, _ = made(name)
+def test_a_traced_graph_matches_eager(name):
+    model, inputs, _ = unit_scaled(name)
     output, grads = passes(model, inputs, {})
     torch.compiler.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -247,7 +247,7 @@ def test_a_traced_graph_is_the_same(name):
 
 
 class Checkpointed(nn.Module):
-    """A GPT whose blocks are called again in the backward pass."""
+    """A GPT whose blocks are checkpointed."""
 
     def __init__(self, model, reentrant):
         super().__init__()
@@ -261,7 +261,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_is_the_same_bit_for_bit(reentrant):
+def test_activation_checkpointing_changes_no_bit(reentrant):
     found = []
     for kind in (lambda model: Checkpointed(model, reentrant), lambda model: model):
         torch.manual_seed(0)
@@ -275,11 +275,11 @@ def test_activation_checkpointing_is_the_same_bit_for_bit(reentrant):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", UNIT)
-def test_it_trains_without_a_loss_scale(recipe):
+def test_a_unit_scaled_model_trains_without_a_loss_scale(recipe):
     def loss(output):
         return F.cross_entropy(output.flatten(0, 1).float(), TOKENS.flatten())
 
-    model, _, _ = made("gpt", loss=loss)
+    model, _, _ = unit_scaled("gpt", loss=loss)
     model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02), recipe)
     losses = []
     for step in range(25):
@@ -297,7 +297,7 @@ def test_it_trains_without_a_loss_scale(recipe):
 
 
 @pytest.mark.parametrize("recipe", UNIT)
-def test_its_recipes_want_a_model_that_is_unit_scaled(recipe):
+def test_unit_recipes_refuse_a_model_that_is_not_unit_scaled(recipe):
     model = GPT(97, 32, 1, 32, 2)
     with pytest.raises(ModelError, match=r"not unit-scaled: call halfstep.unit_scale"):
         halfstep.apply(model, recipe)
@@ -305,7 +305,7 @@ def test_its_recipes_want_a_model_that_is_unit_scaled(recipe):
 
 
 class Odd(nn.Module):
-    """A residual branch with an operation that nobody knows."""
+    """A residual branch with an unknown operation."""
 
     def __init__(self, function):
         super().__init__()
@@ -326,14 +326,14 @@ def test_a_residual_branch_of_unknown_size_is_refused(function):
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_what_is_not_known_elsewhere_is_reported():
+def test_an_unknown_operation_outside_branches_is_reported():
     model = nn.Sequential(nn.Linear(8, 8), nn.MaxPool1d(2), nn.Linear(4, 4))
     report = halfstep.unit_scale(model, torch.randn(16, 8))
     assert report.unseen == ("1: max_pool1d",)
     assert "not known, left alone: 1: max_pool1d" in str(report)
 
 
-def test_code_that_computes_otherwise_later_is_an_error():
+def test_a_forward_that_differs_from_the_traced_one_is_an_error():
     class Forked(nn.Module):
         def __init__(self):
             super().__init__()
@@ -355,7 +355,7 @@ def test_code_that_computes_otherwise_later_is_an_error():
         model(torch.randn(4, 8))
 
 
-def test_other_refusals():
+def test_invalid_arguments_and_models_are_refused():
     model = GPT(97, 32, 1, 32, 2)
     with pytest.raises(ModelError, match="give it a batch"):
         halfstep.unit_scale(model)

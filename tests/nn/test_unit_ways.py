@@ -1,4 +1,4 @@
-"""A unit-scaled model in other ways of training: micro-batches, weights kept in codes, activations kept in codes."""
+"""Unit-scaled models with micro-batches, weights stored as codes, and activations saved as codes."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tiny import UNIT
 TOKENS = torch.randint(0, 97, (8, 32), generator=torch.Generator().manual_seed(0))
 CODES = "fp8lm-o1", "fp8lm-o2"
 ROUNDED = {"fp32": 1e-6, "unit-nvfp4": 0.2, **dict.fromkeys(CODES, 0.01)}
-"""How far rounding moves a gradient's size between batches of other sizes; 0.001 of other recipes."""
+"""Relative tolerance of a gradient's size between batches of different sizes; 0.001 for other recipes."""
 
 
 def loss(output, tokens):
@@ -36,7 +36,7 @@ def prepared(recipe, scaled=True, lr=0.02):
 
 
 def gradients(made, tokens, micro=1):
-    """Of the loss of all tokens, in so many micro-batches."""
+    """The gradients of the loss of all tokens, computed in `micro` micro-batches."""
     model, _, scaler = made
     model.zero_grad()
     for part in tokens.chunk(micro):
@@ -49,9 +49,9 @@ def gradients(made, tokens, micro=1):
     "recipe",
     slow_unless({"unit-fp16", "unit-fp8", "umup-fp8", "fp8lm-o2"}.__contains__, ["fp32", *UNIT, *CODES]),
 )
-def test_micro_batches_add_up_to_the_batchs_gradient(recipe):
-    """Each weight's to a multiple of it: products and gains divide by the square root of their call's rows, so that n
-    micro-batches give sqrt(n) as much; tables have a constant of the traced batch. (docs/unit_scaling.md)"""
+def test_gradients_of_micro_batches_are_a_multiple_of_the_batchs(recipe):
+    """Matmuls and gains divide by the square root of their call's rows, so n micro-batches give sqrt(n) times the
+    gradient; embedding tables have a constant of the traced batch (docs/unit_scaling.md)."""
     made = prepared(recipe)
     whole, added = gradients(made, TOKENS), gradients(made, TOKENS, 4)
     for name, grad in whole.items():
@@ -64,12 +64,12 @@ def test_micro_batches_add_up_to_the_batchs_gradient(recipe):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", slow_unless("fp8lm-o2".__eq__, CODES))
-def test_weights_in_codes_are_the_scaled_models(recipe):
-    """The factors stand in the products of codes too: outputs and gradients are those of float32 but for rounding,
-    where those of the model without factors are far off; and it learns."""
+def test_weights_stored_as_codes_are_near_the_float32_model(recipe):
+    """Matmuls of codes have the factors too: outputs and gradients are near float32's, which those without factors are
+    not, and the model trains."""
     made, plain = prepared(recipe), prepared("fp32")
     held = [name for name, p in made[0].named_parameters() if isinstance(p, ops.CodeTensor)]
-    assert len(held) == 8  # of two blocks
+    assert len(held) == 8  # in two blocks
     output, expected = (model(TOKENS).float() for model in (made[0], plain[0]))
     assert (output - expected).norm() < 0.1 * expected.norm()
     found, grads = gradients(made, TOKENS), gradients(plain, TOKENS)
@@ -100,8 +100,8 @@ def adopted():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [layers, adopted])
-def test_a_traced_graph_keeps_the_factors_of_gains(make):
-    """Under a recipe that keeps what norms save in codes. The norm's own gradients are not those of the codes there."""
+def test_a_traced_graph_keeps_the_factors_of_norms_gains(make):
+    """Under a recipe that saves norms' tensors as codes; traced norms do not compute their gradients from the codes."""
     found = []
     for compiled in (False, True):
         torch.manual_seed(0)
