@@ -1,4 +1,5 @@
-"""RMSprop and NAdam under every recipe: they learn, resume bit for bit, are kept as Adam's, and go back to torch."""
+"""RMSprop and NAdam under every recipe: they train, resume bit for bit, store moments like Adam, and return to
+torch."""
 
 import copy
 import itertools
@@ -21,7 +22,7 @@ BROUGHT = {
 FIRST = in_turn(sorted({*EVERY} & FAST), [*BROUGHT])  # a recipe and an optimizer
 
 
-def begun(name, kind, seed=0):
+def started(name, kind, seed=0):
     model = model_for(name)
     if seed:
         for parameter in model.parameters():
@@ -29,17 +30,17 @@ def begun(name, kind, seed=0):
     return prepared(name, model, BROUGHT[kind](model), generator=3 + seed)
 
 
-def learns_and_resumes(name, kind):
-    whole = begun(name, kind)
+def check_training_and_resuming(name, kind):
+    whole = started(name, kind)
     losses = train(*whole, 3)
     losses += train(*whole, 3)
     assert torch.tensor(losses).isfinite().all()
     if name not in BREAKS:
         assert losses[-1] < losses[0], losses
-    first = begun(name, kind)
+    first = started(name, kind)
     train(*first, 3)
     saved = copy.deepcopy([part.state_dict() for part in first])
-    second = begun(name, kind, seed=1)
+    second = started(name, kind, seed=1)
     for part, state in zip(second, saved, strict=True):
         part.load_state_dict(state)
     train(*second, 3)
@@ -48,17 +49,17 @@ def learns_and_resumes(name, kind):
 
 @pytest.mark.slow
 @for_each("name, kind", FIRST)
-def test_it_learns_and_resumes_bit_for_bit(name, kind):
-    learns_and_resumes(name, kind)
+def test_rmsprop_and_nadam_train_and_resume(name, kind):
+    check_training_and_resuming(name, kind)
 
 
 @pytest.mark.slow
 @for_each("name, kind", sorted({*itertools.product(EVERY, BROUGHT)} - {*FIRST}))
-def test_it_learns_and_resumes_bit_for_bit_under_the_others(name, kind):
-    learns_and_resumes(name, kind)
+def test_rmsprop_and_nadam_train_and_resume_under_other_recipes(name, kind):
+    check_training_and_resuming(name, kind)
 
 
-def kept(name, kind):
+def state_dtypes(name, kind):
     torch.manual_seed(0)
     model = torch.nn.Linear(96, 64)
     model, optimizer, scaler = prepared(name, model, BROUGHT[kind](model))
@@ -68,16 +69,16 @@ def kept(name, kind):
 
 
 @pytest.mark.slow
-def test_moments_are_kept_as_adams_are():
-    assert kept("bf16-pure", "rmsprop")["square_avg"] is torch.bfloat16
-    codes = kept("adamw-8bit", "rmsprop")
+def test_moments_are_stored_in_the_recipes_format_for_adam():
+    assert state_dtypes("bf16-pure", "rmsprop")["square_avg"] is torch.bfloat16
+    codes = state_dtypes("adamw-8bit", "rmsprop")
     assert codes["square_avg"] is codes["momentum_buffer"] is torch.uint8
-    assert kept("adamw-8bit", "nadam")["exp_avg"] is torch.uint8
+    assert state_dtypes("adamw-8bit", "nadam")["exp_avg"] is torch.uint8
 
 
-def test_what_is_subtracted_from_another_stays_in_float32():
-    """So that a centred variance is no rounding error; and the product of NAdam's momenta, which is one number."""
-    found = kept("adamw-8bit", "centered")
+def test_moments_that_are_subtracted_and_momentum_products_stay_in_float32():
+    """Else rounding errors would dominate a centered variance. NAdam's product of momenta is a scalar."""
+    found = state_dtypes("adamw-8bit", "centered")
     assert found["square_avg"] is found["grad_avg"] is torch.float32
     model = torch.nn.Linear(96, 64)
     _, optimizer, _ = prepared("bf16-pure", model, BROUGHT["nadam"](model))
@@ -86,8 +87,8 @@ def test_what_is_subtracted_from_another_stays_in_float32():
 
 
 @pytest.mark.parametrize("kind", BROUGHT)
-def test_the_state_goes_back_to_torch(kind):
-    """Of the whole optimizer, which then takes the steps that ours would."""
+def test_float32_state_loads_into_torchs_optimizer(kind):
+    """torch's optimizer then takes the same steps."""
     model, twin = mlp(), mlp()
     ours = convert(BROUGHT[kind](model), get_recipe("fp32"), {})
     theirs = BROUGHT[kind](twin)
@@ -108,7 +109,7 @@ def test_the_state_goes_back_to_torch(kind):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_nadam_in_a_subspace_is_nadam_where_the_subspace_is_the_whole():
+def test_nadam_under_galore_trains_with_one_momentum_product():
     """GaLore of full rank turns the gradient, steps, and turns back: the weight's decay and the momenta are whole."""
     torch.manual_seed(0)
     model = torch.nn.Linear(256, 130, bias=False)
@@ -121,8 +122,8 @@ def test_nadam_in_a_subspace_is_nadam_where_the_subspace_is_the_whole():
     assert 0 < float(state["mu_product"]) < 1
 
 
-def test_a_schedule_of_momenta_is_remembered():
-    """OneCycleLR moves betas: what the product of momenta was so far cannot be told from the present ones."""
+def test_nadams_momentum_product_follows_a_schedule_of_betas():
+    """OneCycleLR changes betas, so the product cannot be computed from the present ones."""
     found = []
     for ours in (False, True):
         model = mlp()

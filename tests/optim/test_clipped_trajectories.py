@@ -1,8 +1,7 @@
-"""Clipping under a loss scale: training goes where plain torch goes that unscales and clips in float32.
+"""Clipping under a loss scale equals plain torch that unscales and clips in float32, over whole trajectories.
 
-Plain torch takes the very gradients that our backward made. A forward and backward of its own would sum in another
-order on some CPUs, and one near-tie in fp16 is a thousand times what is compared here.
-"""
+Plain torch gets the gradients of our backward. A forward and backward of its own would sum in another order on some
+CPUs, and one near-tie in fp16 is a thousand times the tolerance here."""
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from halfstep.recipe import get_recipe
 
 pytestmark = pytest.mark.cpu
 SEEDS, STEPS, SMALL = 20, 12, 2.0**-18
-"""The loss is so small that most gradients, unscaled, are below fp16's smallest number."""
+"""The loss is so small that most unscaled gradients are below fp16's smallest subnormal."""
 MAX_NORM = 0.5 * SMALL
 every_fp16_recipe = pytest.mark.parametrize("name", ["fp16-mixed", "fp16-static", "fp16-lists", "fp16-master"])
 every_optimizer = pytest.mark.parametrize(
@@ -39,7 +38,7 @@ def batches(seed):
 
 
 def ours(name, optimizer, seed):
-    """Float32 weights at the end, through `prepare`, and every step's gradients as backward left them."""
+    """The final float32 weights through `prepare`, and every step's gradients from backward."""
     net, seen = model(), []
     net, stepper, scaler = halfstep.prepare(net, optimizer(net.parameters()), name)
     for x, y in batches(seed):
@@ -54,7 +53,7 @@ def ours(name, optimizer, seed):
 
 
 def plain(name, optimizer, gradients, clip=True, half_unscaled=False):
-    """The same steps in plain torch: float32 weights, gradients widened before all else."""
+    """The same steps in plain torch: float32 weights, with gradients cast to float32 first."""
     scale, net = get_recipe(name).loss_scale.init, model()
     stepper = optimizer(net.parameters())
     for step in gradients:
@@ -68,7 +67,7 @@ def plain(name, optimizer, gradients, clip=True, half_unscaled=False):
 
 
 def distance(one, other):
-    """How far apart two ends are, over how far one went."""
+    """The distance of two final weight vectors, relative to the distance from the start."""
     start = torch.cat([p.detach().flatten() for p in model().parameters()])
     return float((one - other).norm() / (other - start).norm())
 
@@ -80,8 +79,8 @@ def distance(one, other):
 @every_optimizer
 @both_kinds_of_cpu
 @pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, SEEDS), marks=pytest.mark.slow)], ids=str)
-def test_it_ends_where_the_float32_reference_does(name, optimizer, seeds):
-    """On an EPYC 1.4e-7 apart with SGD and 2.6e-7 with AdamW, at the farthest of the seeds."""
+def test_clipped_training_ends_at_the_float32_references_weights(name, optimizer, seeds):
+    """On an EPYC at most 1.4e-7 apart with SGD and 2.6e-7 with AdamW, over all seeds."""
     for seed in seeds:
         weights, gradients = ours(name, optimizer, seed)
         assert distance(weights, plain(name, optimizer, gradients)) < 2e-6, seed
@@ -90,7 +89,7 @@ def test_it_ends_where_the_float32_reference_does(name, optimizer, seeds):
 @pytest.mark.quick("sgd-fp16-static", "sgd-fp16-lists")
 @every_fp16_recipe
 @every_optimizer
-def test_the_bound_tells_clipping_and_unscaling_apart(name, optimizer):
+def test_the_tolerance_excludes_missing_clipping_and_fp16_unscaling(name, optimizer):
     """Far outside it: no clipping, and gradients divided in fp16."""
     gradients = ours(name, optimizer, 4)[1]
     right = plain(name, optimizer, gradients)

@@ -1,4 +1,4 @@
-"""Clipping happens where it is called: whatever comes between it and a step, torch's scaler and clip do the same."""
+"""Gradient clipping: for every order of calls, the same results as torch's GradScaler and clip_grad_norm_."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ SIZES = [(4, 3), (4,), (2, 4)]
 
 
 def values(seed, scale):
-    """Gradients of one batch, multiplied by the loss scale; exact in fp16 and in bf16."""
+    """The gradients of a batch times the loss scale, exact in fp16 and bf16."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(-8, 9, size, generator=generator) * 2.0**-16 * scale for size in SIZES]
 
@@ -47,7 +47,7 @@ class Ours:
         self.parameters, self.optimizer, self.scaler, self.full = parameters, optimizer, scaler, full
 
     def backward(self, seed, factor=1.0):
-        self.scaler.scale(torch.zeros(()))  # torch makes its scale on first use; ours looks for dropped gradients
+        self.scaler.scale(torch.zeros(()))  # torch creates its scale on first use; ours checks for dropped gradients
         for p, value in zip(self.parameters, values(seed, self.scaler.get_scale()), strict=True):
             p.grad = (value * factor).to(p.grad_dtype or p.dtype)
 
@@ -92,7 +92,7 @@ def reference(start):
     return Torchs(parameters, sgd(parameters), torch.amp.GradScaler("cpu", init_scale=S))
 
 
-def ours(kind):
+def driver_of(kind):
     """A driver over one kind of optimizer, and the float32 values that it starts from."""
     model = stack()
     start = [p.detach().clone() for p in model.parameters()]
@@ -115,13 +115,13 @@ def clip_and_step_past_the_scaler(driver):
     driver.optimizer.step()
 
 
-def clip_then_look(driver):
+def clip_then_measure(driver):
     yield driver.clip(1e-4)
     yield driver.clip(math.inf)
     driver.step()
 
 
-def look_then_clip(driver):
+def measure_then_clip(driver):
     yield driver.clip(math.inf)
     yield driver.clip(1e-4)
     driver.step()
@@ -133,7 +133,7 @@ def clip_twice(driver):
     driver.step()
 
 
-def clip_to_nothing(driver):
+def clip_to_zero(driver):
     yield driver.clip(0.0)
     driver.step()
 
@@ -150,20 +150,21 @@ def overflow(driver):
     yield torch.zeros(())
 
 
-WAYS = [
-    clip_and_step, clip_and_step_past_the_scaler, clip_then_look, look_then_clip, clip_twice, clip_to_nothing,
+SEQUENCES = [
+    clip_and_step, clip_and_step_past_the_scaler, clip_then_measure, measure_then_clip, clip_twice, clip_to_zero,
     drop_the_batch, overflow,
 ]  # fmt: skip
 
 
 @pytest.mark.quick("stock-drop_the_batch", "fused-drop_the_batch", "fused-overflow")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sequence", SEQUENCES)
 @pytest.mark.parametrize("kind", ["stock", "fused", "fp32", "fp16-master", "bf16-master", "bf16-megatron"])
-def test_every_order_of_calls_is_torchs(kind, way):
-    """Three batches, the way tried on the second; gradients are exact in 16 bits, so only the calls are compared."""
-    driver, start = ours(kind)
+def test_every_order_of_calls_matches_torch(kind, sequence):
+    """The sequence is that of the second of three batches. Gradients are exact in 16 bits, so that only the calls
+    matter."""
+    driver, start = driver_of(kind)
     theirs = reference(start)
-    for seed, this in enumerate([clip_and_step, way, clip_and_step]):
+    for seed, this in enumerate([clip_and_step, sequence, clip_and_step]):
         found = []
         for one in (driver, theirs):
             one.backward(seed)
@@ -176,24 +177,24 @@ def test_every_order_of_calls_is_torchs(kind, way):
         torch.testing.assert_close(driver.full(p), expected.detach(), rtol=1e-6, atol=1e-9)
 
 
-def test_the_ways_differ():
-    """What the test above compares: no two ways end alike, but the two that clip to the same norm once."""
+def test_the_sequences_lead_to_three_different_weights():
+    """So the test above distinguishes them."""
     ends = []
-    for way in WAYS:
+    for sequence in SEQUENCES:
         theirs = reference([p.detach() for p in stack().parameters()])
         theirs.backward(0)
-        list(way(theirs))
+        list(sequence(theirs))
         theirs.update()
         ends.append(torch.cat([p.detach().flatten() for p in theirs.parameters]))
     groups = {tuple(end.tolist()) for end in ends}
-    assert len(groups) == 3  # clipped to 1e-4, to 1e-5, and not moved
+    assert len(groups) == 3  # clipped to 1e-4, to 1e-5, and not stepped
 
 
 @pytest.mark.parametrize("kind", ["stock", "fused", "fp32", "fp16-master", "bf16-master"])
 @pytest.mark.parametrize("zero", ["optimizer", "set_to_zero", "by_hand"])
-def test_a_batch_dropped_without_an_update_leaves_nothing_behind(kind, zero):
-    """torch's scaler raises at the next unscale_. The next batch is as if there had been no other."""
-    (driver, start), parameters = ours(kind), None
+def test_a_batch_dropped_without_an_update_does_not_affect_the_next(kind, zero):
+    """torch's scaler raises at the next unscale_."""
+    (driver, start), parameters = driver_of(kind), None
     theirs = reference(start)
     parameters = driver.parameters
     driver.backward(0)
@@ -213,8 +214,8 @@ def test_a_batch_dropped_without_an_update_leaves_nothing_behind(kind, zero):
         torch.testing.assert_close(driver.full(p), expected.detach(), rtol=1e-6, atol=1e-9)
 
 
-def test_a_batch_that_overflowed_is_not_dropped_without_an_update():
-    driver, _ = ours("fp16-master")
+def test_dropping_an_overflowed_batch_without_an_update_is_refused():
+    driver, _ = driver_of("fp16-master")
     driver.backward(0, math.inf)
     driver.clip(1.0)
     driver.optimizer.zero_grad()
@@ -225,8 +226,8 @@ def test_a_batch_that_overflowed_is_not_dropped_without_an_update():
     assert driver.scaler.get_scale() == S / 2
 
 
-def test_gradients_put_aside_and_back_are_no_dropped_ones():
-    driver, start = ours("fp32")
+def test_gradients_removed_and_restored_do_not_count_as_dropped():
+    driver, start = driver_of("fp32")
     theirs = reference(start)
     for one in (driver, theirs):
         one.backward(0)
@@ -243,9 +244,9 @@ def test_gradients_put_aside_and_back_are_no_dropped_ones():
 
 
 @pytest.mark.parametrize("kind", ["stock", "fp32", "fp16-master"])
-def test_two_optimizers_of_one_scaler(kind):
-    first, start = ours(kind)
-    second, _ = ours(kind)
+def test_two_optimizers_of_one_scaler_match_torch(kind):
+    first, start = driver_of(kind)
+    second, _ = driver_of(kind)
     second.scaler = first.scaler
     pair, twins = (first, second), (reference(start), reference(start))
     twins[1].scaler = twins[0].scaler
@@ -262,8 +263,8 @@ def test_two_optimizers_of_one_scaler(kind):
             torch.testing.assert_close(one.full(p), expected.detach(), rtol=1e-6, atol=1e-9)
 
 
-def test_without_a_loss_scale_a_nan_norm_makes_nan_gradients_and_the_next_batch_is_its_own():
-    """torch's behaviour; nothing of it outlives the batch."""
+def test_a_nan_norm_without_a_loss_scale_affects_one_batch_only():
+    """As in torch, gradients become NaN."""
     results = []
     for ours_ in (True, False):
         model = mlp()
@@ -282,10 +283,10 @@ def test_without_a_loss_scale_a_nan_norm_makes_nan_gradients_and_the_next_batch_
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-9)
 
 
-def test_a_norm_that_overflows_with_the_scale_and_not_without():
-    """1e15 unscaled is 6.6e19 scaled, whose square float32 does not have."""
+def test_a_norm_that_overflows_only_when_scaled_matches_torch():
+    """1e15 unscaled is 6.6e19 scaled, whose square overflows float32."""
     for kind in ("fp32", "stock"):
-        driver, start = ours(kind)
+        driver, start = driver_of(kind)
         theirs = reference(start)
         for one in (driver, theirs):
             one.backward(0, 2.0**60)
@@ -304,7 +305,7 @@ RULES = {
 @pytest.mark.parametrize(
     ("name", "rule"), slow_unless(in_turn(sorted(FAST), [*RULES]).__contains__, itertools.product(EVERY, RULES))
 )
-def test_the_update_sees_the_number_that_it_would_have_divided_by(name, rule):
+def test_clipping_in_place_equals_dividing_in_the_update(name, rule):
     """One float32 multiplication by 1 / float32(S / coefficient), in the gradients or in the update: bit for bit."""
     ends = []
     for in_place in (True, False):
@@ -332,7 +333,7 @@ def test_the_update_sees_the_number_that_it_would_have_divided_by(name, rule):
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_codes_take_the_factor_into_their_scale(name):
+def test_clipping_multiplies_the_scale_of_gradients_stored_as_codes(name):
     model = model_for(name)
     model, optimizer, scaler = prepared(name, model)
     F.mse_loss(model(batch()[0]), batch()[1]).backward()
@@ -346,8 +347,8 @@ def test_codes_take_the_factor_into_their_scale(name):
 
 @pytest.mark.quick("bf16-mixed", "fp16-mixed", "fp32")
 @pytest.mark.parametrize("name", mostly_slow(sorted({*EVERY} - {*SMOOTH})))
-def test_unscale_then_torchs_own_clip(name):
-    """nanoGPT's loop, under every recipe; 16-bit gradients leave for float32 wherever the loss is scaled."""
+def test_unscale_then_torchs_clip_equals_clip_grad_norm(name):
+    """nanoGPT's loop, under every recipe. 16-bit gradients become float32 if the loss is scaled."""
     ends = []
     for own in (True, False):
         model, optimizer, scaler = prepared(name)

@@ -1,4 +1,4 @@
-"""Weights kept as codes of any kind, with gradients and masters of any kind: they train, save, load and follow."""
+"""Weights stored as codes with gradients and masters in any storage: they train, save, load and follow writes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def weights(model):
 
 @pytest.mark.slow
 @every_kind
-def test_it_trains_as_a_file_would_say(codes):
+def test_coded_weights_train_with_the_recipes_master(codes):
     recipe = recipe_of(codes)
     assert from_data(to_data(recipe), get_recipe) == recipe
     model, optimizer, scaler = prepared(recipe)
@@ -51,8 +51,8 @@ def test_it_trains_as_a_file_would_say(codes):
 
 
 @every_kind
-def test_the_step_is_the_rule_on_what_is_kept(codes):
-    """SGD by hand, in float32: the master's values, or the weight's own, rounded as each is kept."""
+def test_a_step_updates_the_decoded_master_or_weight_and_rounds_it(codes):
+    """Compared with SGD in float32."""
     model = mlp()
     model, optimizer, _ = prepared(recipe_of(codes), model, torch.optim.SGD(model.parameters(), lr=0.5))
     before = [optimizer.full(weight) for weight in weights(model)]
@@ -70,7 +70,7 @@ def test_the_step_is_the_rule_on_what_is_kept(codes):
 
 
 @every_kind
-def test_a_resumed_run_goes_on_bit_for_bit(codes):
+def test_a_resumed_run_is_exact(codes):
     model, optimizer, scaler = prepared(recipe_of(codes))
     train(model, optimizer, scaler)
     kept = copied([model.state_dict(), optimizer.state_dict(), scaler.state_dict()])
@@ -81,19 +81,19 @@ def test_a_resumed_run_goes_on_bit_for_bit(codes):
 
 
 @every_kind
-def test_a_master_follows_who_writes_to_the_weight(codes):
+def test_a_master_follows_a_write_to_the_weight(codes):
     model, optimizer, scaler = prepared(recipe_of(codes))
     train(model, optimizer, scaler)
     first, second = weights(model)
     before, other, was_zero = optimizer.full(first), optimizer.full(second), first.values() == 0
     with torch.no_grad():
         first.zero_()
-    rest = before if codes.master else torch.zeros_like(before)  # stands beside a zero, as it did before
+    rest = before if codes.master else torch.zeros_like(before)  # unchanged for weights that were 0 before
     torch.testing.assert_close(optimizer.full(first), rest * was_zero, rtol=2.0**-7, atol=1e-6)
     assert_same(optimizer.full(second), other)
 
 
-def test_masters_are_not_taken_for_others():
+def test_loading_rounds_float_masters_and_refuses_coded_ones_elsewhere():
     """A float master is rounded; one of codes is refused where it is not kept so, and nothing has changed."""
     halves, blocks = (Codes(get_storage("nvfp4"), master=get_storage(kind)) for kind in ("fp16", "mxfp8_e4m3"))
     kinds = {"halves": recipe_of(halves), "blocks": recipe_of(blocks), "plain": "bf16-master"}
@@ -119,8 +119,8 @@ def test_masters_are_not_taken_for_others():
             )
 
 
-def test_gradients_in_blocks_are_clipped_by_value():
-    """A factor goes into the scale where the scale is a float32 number, and nowhere else."""
+def test_gradients_stored_in_blocks_are_clipped_by_value():
+    """A factor is merged into the scale only if the scale is a float32 tensor."""
     codes = Codes(get_storage("mxfp8_e4m3"), grads=get_storage("mxfp8_e5m2"))
     model, _, _ = prepared(recipe_of(codes))
     (100 * model(batch()[0]).square().sum()).backward()

@@ -1,4 +1,4 @@
-"""Several rules in one optimizer, and Muon's: beside torch's own, resumed, in few bits, and what is refused."""
+"""`Combined` optimizers and Muon: equal to torch's, resumed, with low-bit states, and what is refused."""
 
 import copy
 import pickle
@@ -33,7 +33,7 @@ def parts(model, **options):
 
 
 def wide():
-    """Matrices large enough for codes."""
+    """A model with matrices large enough to have coded moments."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 640), nn.GELU(), nn.Linear(640, 4))
 
@@ -43,13 +43,13 @@ def combined(model, recipe="fp32", **options):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_muon_is_torchs_bit_for_bit(options):
+def test_muon_equals_torchs_bit_for_bit(options):
     torch.manual_seed(0)
     first = [nn.Parameter(torch.randn(shape)) for shape in ((5, 3), (3, 7), (64, 32), (0, 3))]
     second = [nn.Parameter(p.detach().clone()) for p in first]
     theirs, ours = torch.optim.Muon(first, **options), torch.optim.Muon(second, **options)
     for step in range(12):
-        if step == 4:  # states are taken over
+        if step == 4:  # convert takes over the states
             ours = convert(ours, get_recipe("fp32"), {})
         for p, q in zip(first, second, strict=True):
             p.grad = torch.randn(p.shape)
@@ -63,7 +63,7 @@ def test_muon_is_torchs_bit_for_bit(options):
     assert_same(buffers[1], buffers[0])
 
 
-def test_a_momentum_in_8_bits_is_torchs_rounded_after_each_step():
+def test_an_8_bit_momentum_equals_torchs_rounded_after_each_step():
     torch.manual_seed(0)
     first = nn.Parameter(torch.randn(96, 64))
     second = nn.Parameter(first.detach().clone())
@@ -100,7 +100,7 @@ def test_each_group_is_updated_by_its_own_rule():
 
 
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", "adamw-8bit"])
-def test_it_resumes_and_copies_bit_for_bit(recipe):
+def test_resumed_and_copied_optimizers_give_the_same_bits(recipe):
     whole = combined(wide(), recipe)
     train(*whole, 3)
     saved = copy.deepcopy([part.state_dict() for part in whole])
@@ -116,7 +116,7 @@ def test_it_resumes_and_copies_bit_for_bit(recipe):
     assert pickle.loads(pickle.dumps(whole[1])).rule.parts == whole[1].rule.parts
 
 
-def test_states_of_other_rules_are_refused():
+def test_states_of_other_update_rules_are_refused():
     _model, optimizer, _ = combined(mlp())
     saved = optimizer.state_dict()
     saved["param_groups"][0]["update_rule"] = "sgd"
@@ -128,7 +128,7 @@ def test_states_of_other_rules_are_refused():
         optimizer.step()
 
 
-def test_a_new_group_names_its_rule_and_its_options():
+def test_a_new_group_must_name_its_rule_and_all_options():
     _model, optimizer, _ = combined(mlp())
     new = nn.Parameter(torch.ones(3))
     with pytest.raises(OptimizerError, match=r"update_rule = None; expected one of"):
@@ -158,14 +158,14 @@ def test_a_new_group_names_its_rule_and_its_options():
         ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients = \(1.0, 2.0\)"),
     ],
 )
-def test_what_muon_does_not_take_is_refused(change, why):
+def test_unsupported_parameters_and_options_of_muon_are_refused(change, why):
     optimizer = torch.optim.Muon([nn.Parameter(torch.ones(2, 2))])
     optimizer.param_groups[0].update(change)
     with pytest.raises(OptimizerError, match=why):
         convert(optimizer, get_recipe("fp32"), {})
 
 
-def test_what_cannot_be_combined_is_refused():
+def test_invalid_uses_of_combined_are_refused():
     parameter = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(OptimizerError, match="was given no optimizer"):
         Combined()
@@ -183,13 +183,13 @@ def test_what_cannot_be_combined_is_refused():
         both.optimizers[0].step()
 
 
-def test_a_subspace_is_refused():
+def test_muon_with_galore_is_refused():
     with pytest.raises(OptimizerError, match=r"a projection of muon.*Expected Adagrad, Adam"):
         combined(wide(), "galore")
 
 
-def test_on_a_gpu_the_groups_that_kernels_know_are_launched(monkeypatch):
-    """The launches are written down and not made: AdamW's, and none of Muon's, which is stepped by torch."""
+def test_on_a_gpu_only_groups_with_kernels_are_launched(monkeypatch):
+    """Launches are recorded, not run: AdamW's is, and Muon is stepped by torch."""
     made = []
     made_up = SimpleNamespace(prepare="prepare", update="update", made=lambda source, *program: id(program))
     monkeypatch.setattr(on_gpu, "functions", lambda name: made_up)

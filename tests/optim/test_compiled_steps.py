@@ -1,4 +1,4 @@
-"""Steps in functions that torch.compile traces: the same bits, outside of the graphs."""
+"""Optimizer steps in functions that torch.compile traces: the same bits, outside of the graphs."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tiny import EVERY, assert_same, model_for, prepared
 
 
 LOOPS = ("fp16-mixed", "fp8-delayed", "adamw-8bit")
-pytestmark = [  # what torch says as it traces
+pytestmark = [  # warnings of torch while it traces
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated:DeprecationWarning"),
@@ -30,7 +30,7 @@ def weights_after(step, model, optimizer, scaler, steps=3):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
-def test_a_compiled_step_is_the_step(name):
+def test_a_compiled_step_equals_the_eager_step(name):
     found = []
     for compiled in (True, False):
         torch._dynamo.reset()
@@ -45,7 +45,7 @@ def test_a_compiled_step_is_the_step(name):
     assert_same(*found)
 
 
-def test_a_scaler_that_is_disabled_unscales_within_a_graph():
+def test_a_disabled_scaler_unscales_within_a_graph():
     model, optimizer, scaler = prepared("bf16-mixed")
 
     def loss_of(x):
@@ -58,7 +58,7 @@ def test_a_scaler_that_is_disabled_unscales_within_a_graph():
     assert_same(torch.compile(loss_of, backend="eager", fullgraph=True)(x), loss_of(x))
 
 
-def test_a_compiled_step_of_an_optimizer_that_stands_alone():
+def test_a_compiled_step_of_adamw8bit_equals_the_eager_step():
     found = []
     for compiled in (True, False):
         torch._dynamo.reset()
@@ -73,8 +73,8 @@ def test_a_compiled_step_of_an_optimizer_that_stands_alone():
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_whole_step_of_training_that_is_compiled(name, backend):
-    """Forward, scaled loss, backward, clip, step and update in one function; a scheduler beside it."""
+def test_a_compiled_training_step_matches_eager(name, backend):
+    """Forward, scaled loss, backward, clip, step and update in one function, with a scheduler outside of it."""
     found = []
     for compiled in (True, False):
         torch._dynamo.reset()
@@ -102,5 +102,5 @@ def test_a_whole_step_of_training_that_is_compiled(name, backend):
         found.append([*losses, *model.parameters()])
     if backend == "aot_eager":
         assert_same(*found)
-    else:  # Inductor sums otherwise, and Adam then turns the sign of what is next to zero
+    else:  # Inductor sums in another order, and Adam then flips the signs of tiny gradients
         torch.testing.assert_close(found[0][:3], found[1][:3], rtol=5e-3, atol=0)

@@ -1,4 +1,4 @@
-"""The optimizer that `prepare` returns continues the one given: groups, schedulers, state, masters."""
+"""The optimizer that `prepare` returns continues the one given: groups, schedulers, state, masters, hooks."""
 
 import copy
 from contextlib import nullcontext
@@ -15,8 +15,8 @@ from tiny import PROJECTED, RECIPES, adamw, assert_same, batch, copied, mlp, mos
 
 @pytest.mark.parametrize("build", [lambda o: StepLR(o, 1, 0.5), lambda o: OneCycleLR(o, 0.1, total_steps=9)])
 @pytest.mark.parametrize("when", ["before", "after", "both"])
-def test_schedulers_built_before_and_after_set_the_rate(build, when):
-    """Warnings are errors here: torch's about the order of optimizer.step() and scheduler.step() too."""
+def test_schedulers_built_before_or_after_prepare_set_the_rate(build, when):
+    """Warnings are errors here, torch's about the order of optimizer.step() and scheduler.step() included."""
     stock_model = mlp()
     stock = adamw(stock_model)
     stock_scheduler = build(stock)
@@ -33,7 +33,7 @@ def test_schedulers_built_before_and_after_set_the_rate(build, when):
         assert new.param_groups[0]["lr"] == pytest.approx(stock.param_groups[0]["lr"])
 
 
-def test_a_scheduler_still_works_after_the_optimizers_state_was_loaded():
+def test_a_scheduler_works_after_loading_the_optimizers_state():
     model = mlp()
     old = adamw(model)
     scheduler = LambdaLR(old, lambda epoch: 0.5**epoch)
@@ -45,7 +45,7 @@ def test_a_scheduler_still_works_after_the_optimizers_state_was_loaded():
     assert new.param_groups is old.param_groups
 
 
-def test_a_scheduler_resumes():
+def test_a_scheduler_resumes_from_its_state():
     model, optimizer, scaler = prepared("bf16-mixed")
     scheduler = CosineAnnealingLR(optimizer, 10)
     train(model, optimizer, scaler, 1)
@@ -60,7 +60,7 @@ def test_a_scheduler_resumes():
 
 
 @pytest.mark.parametrize("name", mostly_slow([name for name in RECIPES if name not in PROJECTED]))
-def test_moments_move_over_and_take_the_recipes_format(name):
+def test_moments_are_taken_over_in_the_recipes_format(name):
     model = mlp()
     old = adamw(model)
     model(batch()[0]).square().mean().backward()
@@ -112,7 +112,7 @@ def test_parameters_added_later_follow_the_recipe(name):
     assert ("master" in optimizer.state[model[3].weight]) == (name == "bf16-master")
 
 
-def test_the_generator_is_drawn_from_only_where_rounding_needs_it():
+def test_prepare_draws_from_the_generator_only_for_stochastic_rounding():
     for name in RECIPES:
         state = torch.get_rng_state()
         model = mlp()
@@ -122,7 +122,7 @@ def test_the_generator_is_drawn_from_only_where_rounding_needs_it():
         assert torch.equal(torch.get_rng_state(), state) != stochastic
 
 
-def test_a_seed_decides_the_stochastic_updates():
+def test_the_seed_determines_stochastic_updates():
     def weights(seed):
         model, optimizer, scaler = prepared("bf16-stochastic", generator=seed)
         train(model, optimizer, scaler)
@@ -134,7 +134,7 @@ def test_a_seed_decides_the_stochastic_updates():
 
 @pytest.mark.quick("fp32", "bf16-mixed", "fp16-mixed")
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
-def test_a_copy_of_model_and_optimizer_trains_on_alike(name):
+def test_a_deepcopy_of_model_optimizer_and_scaler_trains_identically(name):
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler)
     twin_model, twin, twin_scaler = copy.deepcopy((model, optimizer, scaler))
@@ -143,7 +143,7 @@ def test_a_copy_of_model_and_optimizer_trains_on_alike(name):
     assert_same(dict(twin_model.state_dict()), dict(model.state_dict()))
 
 
-def test_an_unknown_optimizer_leaves_everything_as_it_was():
+def test_an_unsupported_optimizer_is_refused_without_changes():
     model = mlp()
     before, kind = copied(model.state_dict()), type(model)
     with pytest.raises(OptimizerError, match="Adadelta cannot be expressed"):
@@ -160,7 +160,7 @@ def test_an_unknown_optimizer_leaves_everything_as_it_was():
     assert model_again is not model
 
 
-def test_a_sparse_gradient_is_refused_and_named():
+def test_a_sparse_gradient_is_refused():
     model = torch.nn.Embedding(4, 3, sparse=True)
     _, optimizer, _ = prepared("fp32", model, torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.tensor([1])).sum().backward()
@@ -168,7 +168,7 @@ def test_a_sparse_gradient_is_refused_and_named():
         optimizer.step()
 
 
-def test_hooks_move_over_with_their_handles():
+def test_hooks_and_their_handles_move_to_the_new_optimizer():
     model, seen = mlp(), []
     old = adamw(model)
     handles = [

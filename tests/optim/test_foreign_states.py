@@ -1,4 +1,4 @@
-"""States of other optimizers: those of the same moments are taken over, exactly, and all others are refused."""
+"""States of other optimizers: those with the same moments are taken over exactly, all others are refused."""
 
 import copy
 from dataclasses import replace
@@ -57,7 +57,7 @@ def prepared(name):
 
 
 def receivers():
-    """Optimizers to load into, each with the stock classes whose states are its own."""
+    """(name, optimizer to load into, names of the stock classes whose states it accepts)."""
     adams = {"Adam"}
     own = {"adamw": adams, "lion": set(), "nadam": {"NAdam"}, "rmsprop": {"RMSprop"}, "sgd": {"SGD"}}
     yield from ((name, kind(layer().parameters()), adams) for name, kind in OURS.items())
@@ -65,7 +65,7 @@ def receivers():
 
 
 @for_each("name", SAVED_BY)
-def test_a_state_of_another_rule_is_refused_and_changes_nothing(name):
+def test_states_of_other_torch_optimizers_are_refused_without_changes(name):
     saved = stepped(SAVED_BY[name]).state_dict()
     found = ", ".join(sorted(saved["state"][0]))
     for ours, optimizer, own in receivers():
@@ -78,8 +78,8 @@ def test_a_state_of_another_rule_is_refused_and_changes_nothing(name):
             assert_same(optimizer.state_dict(), before), ours
 
 
-def test_states_of_our_own_other_rules_are_refused():
-    """Lion's one moment is one of Adam's two."""
+def test_states_of_other_halfstep_optimizers_are_refused():
+    """Lion's only moment is one of Adam's two."""
     parameters = list(layer().parameters())
     two = AdamW8bit(parameters)
     for parameter in parameters:
@@ -94,7 +94,7 @@ def test_states_of_our_own_other_rules_are_refused():
         two.load_state_dict(state)
 
 
-def test_what_is_missing_superfluous_or_of_another_shape():
+def test_missing_extra_and_misshapen_states_are_refused():
     saved = stepped(torch.optim.AdamW).state_dict()
     optimizer = AdamW8bit(layer().parameters())
     cases = [
@@ -108,12 +108,12 @@ def test_what_is_missing_superfluous_or_of_another_shape():
         change(changed["state"])
         with pytest.raises(OptimizerError, match=words):
             optimizer.load_state_dict(changed)
-    del saved["state"][1]  # a parameter that was frozen
+    del saved["state"][1]  # as of a frozen parameter
     optimizer.load_state_dict(saved)
     assert [float(state["step"]) for state in optimizer.state.values()] == [2, 0]
 
 
-def test_what_a_wrapper_keeps_in_our_states_stays():
+def test_entries_that_a_wrapper_adds_to_states_are_kept():
     """As timm's Lookahead does."""
     optimizer = stepped(AdamW8bit)
     for parameter, state in optimizer.state.items():
@@ -166,7 +166,7 @@ def loaded(optimizer, saved):
 @pytest.mark.parametrize("nested", [True, False])
 def test_bitsandbytes_moments_are_taken_over_exactly(nested):
     saved, exact = of_bitsandbytes()
-    if not nested:  # as its versions before 0.45 saved them
+    if not nested:  # as in state dicts of bitsandbytes before 0.45
         for state in saved["state"].values():
             state |= state.pop("__bnb_optimizer_quant_state__")
     optimizer = AdamW8bit(layer().parameters())
@@ -190,7 +190,7 @@ def test_torchaos_moments_are_taken_over_exactly(kind):
         assert_same(loaded(alike(layer().parameters()), saved), exact)
 
 
-def test_states_of_bitsandbytes_that_are_not_adams_are_refused():
+def test_bitsandbytes_states_other_than_adams_are_refused():
     saved, _ = of_bitsandbytes()
     whole = saved["state"][0]["__bnb_optimizer_quant_state__"]
     with pytest.raises(OptimizerError, match=r"state1 of shape \(96, 64\), state2 .* this one keeps momentum_buffer"):
@@ -206,7 +206,7 @@ def test_states_of_bitsandbytes_that_are_not_adams_are_refused():
             AdamW8bit(layer().parameters()).load_state_dict(changed)
 
 
-def test_maps_and_blocks_of_other_versions_are_decoded():
+def test_bitsandbytes_states_with_other_maps_and_blocks_are_decoded():
     saved, exact = of_bitsandbytes()
     state = saved["state"][0]["__bnb_optimizer_quant_state__"]
     state["qmap1"] = state["qmap1"] / 2
@@ -216,10 +216,10 @@ def test_maps_and_blocks_of_other_versions_are_decoded():
     assert_same(loaded(LowBitAdamW(layer().parameters()), saved)["exp_avg_sq"], expected)
 
 
-def test_a_moment_that_no_rule_has_is_refused_before_anything_changed():
+def test_an_unknown_moment_name_is_refused_without_changes():
     model = layer()
     stock, recipe = torch.optim.AdamW(model.parameters()), get_recipe("adamw-8bit")
-    for name in ("exp_avgsq", "square_avg"):  # RMSprop's is kept as Adam's
+    for name in ("exp_avgsq", "square_avg"):  # RMSprop's moment has the storage of Adam's
         misspelt = replace(recipe, moments=((name, "bf16"),))
         with pytest.raises(
             OptimizerError, match=f"{name} = .* would keep nothing: unknown moment '{name}'.*exp_avg_sq"

@@ -1,4 +1,4 @@
-"""GaLore: Adam in a subspace of each gradient, against a plain float64 algorithm 2, SGD, and galore-torch."""
+"""GaLore (Adam in a subspace of each gradient) against algorithm 2 in float64, SGD, and galore-torch."""
 
 import sys
 import types
@@ -26,8 +26,8 @@ def recipe_of(base="fp32", **options):
     return replace(get_recipe(base), name="made", projection=Projection(**{"share": None, **options}))
 
 
-def one(shape, recipe, build=torch.optim.AdamW, **options):
-    """A model that is one matrix, and its optimizer."""
+def single_matrix(shape, recipe, build=torch.optim.AdamW, **options):
+    """A model of one matrix, and its optimizer."""
     model = nn.Linear(shape[1], shape[0], bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(1)) / 4)
@@ -48,7 +48,7 @@ def run(weight, optimizer, steps, start=0):
 
 
 def algorithm_2(weight, steps, rank, gap, scale, lr, decay=0.0, l2=0.0, betas=(0.9, 0.999), eps=1e-8, left=None):
-    """The paper's, in float64, with G the gradient (not the negative one)."""
+    """The paper's algorithm 2 in float64, with G the gradient (not its negative)."""
     w = weight.double().numpy().copy()
     left = w.shape[0] <= w.shape[1] if left is None else left
     m = v = 0.0
@@ -68,9 +68,9 @@ def algorithm_2(weight, steps, rank, gap, scale, lr, decay=0.0, l2=0.0, betas=(0
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("side", ["short", "long", "left", "right"])
-def test_adamw_is_algorithm_2(shape, side):
-    """Across changes of the subspace, with decoupled decay of the whole weight."""
-    weight, optimizer, _ = one(shape, recipe_of(rank=3, gap=4, side=side), weight_decay=0.1)
+def test_adamw_equals_algorithm_2(shape, side):
+    """Over several subspaces, with decoupled decay of the whole weight."""
+    weight, optimizer, _ = single_matrix(shape, recipe_of(rank=3, gap=4, side=side), weight_decay=0.1)
     expected = {
         "short": shape[0] <= shape[1], "long": shape[0] > shape[1], "left": True, "right": False,
     }[side]  # fmt: skip
@@ -83,33 +83,33 @@ def test_adamw_is_algorithm_2(shape, side):
 
 
 def test_adam_adds_its_decay_to_the_gradient_before_the_projection():
-    weight, optimizer, _ = one((6, 10), recipe_of(rank=3, gap=4), torch.optim.Adam, weight_decay=0.1)
+    weight, optimizer, _ = single_matrix((6, 10), recipe_of(rank=3, gap=4), torch.optim.Adam, weight_decay=0.1)
     wanted = algorithm_2(weight.detach(), 6, 3, 4, 0.25, 0.05, l2=0.1)
     torch.testing.assert_close(run(weight, optimizer, 6).detach().double(), wanted, rtol=0, atol=2e-5)
 
 
 def test_maximize_goes_the_other_way():
-    up, optimizer, _ = one((6, 10), recipe_of(rank=3), maximize=True, weight_decay=0.0)
+    up, optimizer, _ = single_matrix((6, 10), recipe_of(rank=3), maximize=True, weight_decay=0.0)
     start = up.detach().clone()
-    down, other, _ = one((6, 10), recipe_of(rank=3), weight_decay=0.0)
+    down, other, _ = single_matrix((6, 10), recipe_of(rank=3), weight_decay=0.0)
     torch.testing.assert_close(run(up, optimizer, 3) - start, start - run(down, other, 3), rtol=0, atol=1e-6)
 
 
-# ---- the acceptance tests of the paper's sheet ----------------------------------------------------------------------
+# ---- properties that the paper states -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_of_full_rank_sgd_is_sgd_and_adam_is_not_adam(shape):
+def test_full_rank_galore_equals_sgd_but_not_adam(shape):
     full = recipe_of(rank=min(shape), scale=1.0, gap=5)
     for build, same in ((torch.optim.SGD, True), (torch.optim.AdamW, False)):
-        weight, optimizer, _ = one(shape, full, build)
-        plain, stock, _ = one(shape, "fp32", build)
+        weight, optimizer, _ = single_matrix(shape, full, build)
+        plain, stock, _ = single_matrix(shape, "fp32", build)
         gap = float((run(weight, optimizer, 30) - run(plain, stock, 30)).detach().abs().max())
         assert gap < 1e-5 if same else gap > 0.1, (build, gap)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_what_a_projection_loses_is_the_small_singular_values(shape):
+def test_the_projection_error_is_that_of_the_smaller_singular_values(shape):
     grad = grad_of(shape, 0).double()
     for rank in range(1, min(shape) + 1):
         left = shape[0] <= shape[1]
@@ -119,14 +119,14 @@ def test_what_a_projection_loses_is_the_small_singular_values(shape):
         lost = (back - grad).norm() / grad.norm()
         assert float((lost - values[rank:].norm() / values.norm()).abs()) < 1e-12
         assert float((p.T @ p - torch.eye(rank)).abs().max()) < 1e-12
-        assert bool((p.gather(0, p.abs().argmax(0, keepdim=True)) > 0).all())  # and so the signs are nobody's choice
+        assert bool((p.gather(0, p.abs().argmax(0, keepdim=True)) > 0).all())  # a convention that fixes the signs
         assert_same(singular_vectors(-grad, Subspace(rank, left)), p)
 
 
 @pytest.mark.parametrize(("shape", "state"), [((5, 9), (1, 9)), ((9, 5), (9, 1)), ((6, 6), (1, 6))])
-def test_the_first_step_on_a_gradient_of_rank_one(shape, state):
-    """It has the gradient's signs, and along each row of P one magnitude, where full Adam has one everywhere."""
-    weight, optimizer, _ = one(shape, recipe_of(rank=1), weight_decay=0.0)
+def test_the_first_step_on_a_rank_one_gradient_has_its_signs(shape, state):
+    """Each row along P has one magnitude, where full Adam has one magnitude everywhere."""
+    weight, optimizer, _ = single_matrix(shape, recipe_of(rank=1), weight_decay=0.0)
     before, generator = weight.detach().clone(), torch.Generator().manual_seed(3)
     weight.grad = torch.outer(*(torch.randn(size, generator=generator) for size in shape))
     grad = weight.grad.clone()
@@ -142,8 +142,8 @@ def test_the_first_step_on_a_gradient_of_rank_one(shape, state):
 
 @pytest.mark.parametrize("rank", [1, 3, 5])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_what_is_kept_is_mn_and_mr_and_2nr(shape, rank):
-    weight, optimizer, _ = one(shape, recipe_of(rank=rank))
+def test_weights_and_states_take_mn_plus_mr_plus_2nr_elements(shape, rank):
+    weight, optimizer, _ = single_matrix(shape, recipe_of(rank=rank))
     size = measure(types.SimpleNamespace(parameters=lambda: [weight]), optimizer)
     m, n = sorted(shape)
     assert (size.weights + size.states) * m * n == 4 * (m * n + m * rank + 2 * n * rank)
@@ -151,8 +151,8 @@ def test_what_is_kept_is_mn_and_mr_and_2nr(shape, rank):
 
 
 @pytest.mark.parametrize(("steps", "calls"), [(1, 1), (20, 1), (21, 2), (60, 3), (61, 4)])
-def test_a_decomposition_every_gap(steps, calls, monkeypatch):
-    weight, optimizer, _ = one((3, 4), recipe_of(rank=1, gap=20))
+def test_an_svd_runs_every_gap_steps(steps, calls, monkeypatch):
+    weight, optimizer, _ = single_matrix((3, 4), recipe_of(rank=1, gap=20))
     made, stock = [], torch.linalg.svd
     monkeypatch.setattr(torch.linalg, "svd", lambda *a, **k: made.append(1) or stock(*a, **k))
     run(weight, optimizer, steps)
@@ -161,13 +161,13 @@ def test_a_decomposition_every_gap(steps, calls, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("build", "lr"), [(torch.optim.SGD, 0.1), (torch.optim.Adam, 0.05)])
-def test_a_fixed_subspace_stalls_and_a_new_one_now_and_then_converges(build, lr):
-    """A regression of 16 inputs on 8 outputs; moments that are not turned do not prevent it."""
+def test_a_fixed_subspace_stalls_and_changing_ones_converge(build, lr):
+    """A regression of 8 outputs on 16 inputs; moments are not transformed when the subspace changes."""
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
     y = x @ torch.randn(16, 8, generator=torch.Generator().manual_seed(1)) / 2
     found = {}
     for gap in (10**6, 50, 10):
-        weight, optimizer, _ = one((8, 16), recipe_of(rank=2, gap=gap, scale=1.0), build, lr=lr)
+        weight, optimizer, _ = single_matrix((8, 16), recipe_of(rank=2, gap=gap, scale=1.0), build, lr=lr)
         with torch.no_grad():
             weight.zero_()
         losses = []
@@ -181,18 +181,18 @@ def test_a_fixed_subspace_stalls_and_a_new_one_now_and_then_converges(build, lr)
     assert max(found[50], found[10]) < 1e-4
 
 
-# ---- everything else of the optimizer -------------------------------------------------------------------------------
+# ---- kernels, masters, loss scales ----------------------------------------------------------------------------------
 
 
 @pytest.mark.quick("AdamW-galore", "AdamW-bf16-kahan", "AdamW-bf16-nomaster")
 @pytest.mark.parametrize("base", ["galore", "galore-8bit", "bf16-master", "bf16-kahan", "bf16-nomaster", "galore-bf16"])
 @pytest.mark.parametrize("build", [torch.optim.AdamW, torch.optim.Adam])
-def test_the_kernel_in_the_subspace_is_the_reference_bit_for_bit(base, build):
-    """Low moments of more than 4096 numbers, which 8 bits keep as codes."""
+def test_the_kernel_in_the_subspace_equals_the_reference(base, build):
+    """Projected moments have more than 4096 elements, so 8 bits apply."""
     found = []
     for fused in (True, False):
         recipe = recipe_of(base, rank=33, gap=2, share=None)
-        weight, optimizer, _ = one((70, 130), recipe, build, weight_decay=0.1)
+        weight, optimizer, _ = single_matrix((70, 130), recipe, build, weight_decay=0.1)
         if not fused:
             optimizer.rule = replace(optimizer.rule, fused=no_fused_update)
         run(weight, optimizer, 4)
@@ -202,20 +202,20 @@ def test_the_kernel_in_the_subspace_is_the_reference_bit_for_bit(base, build):
     assert (found[0][1]["exp_avg"].dtype == torch.uint8) == coded == ("exp_avg_scale" in found[0][1])
 
 
-def test_masters_take_the_small_steps():
-    weight, optimizer, _ = one((8, 12), recipe_of("bf16-master", rank=4), lr=1e-5)
-    plain, stock, _ = one((8, 12), recipe_of("bf16-nomaster", rank=4), lr=1e-5)
+def test_masters_accumulate_updates_below_bf16s_resolution():
+    weight, optimizer, _ = single_matrix((8, 12), recipe_of("bf16-master", rank=4), lr=1e-5)
+    plain, stock, _ = single_matrix((8, 12), recipe_of("bf16-nomaster", rank=4), lr=1e-5)
     before = optimizer.full(weight)
     run(weight, optimizer, 3)
     assert float((optimizer.full(weight) - before).abs().max()) > 1e-6
     assert float((run(plain, stock, 3).detach().float() - before).abs().max()) < 2.0**-8
 
 
-def test_a_loss_scale_is_divided_out_and_an_overflow_moves_nothing():
-    """Powers of two: the same bits, in the projector too."""
+def test_loss_scales_change_no_bit_and_overflows_change_nothing():
+    """For powers of two, the projector included."""
     found = []
     for scale in (1.0, 1024.0):
-        weight, optimizer, _ = one((6, 10), recipe_of(rank=3, gap=2))
+        weight, optimizer, _ = single_matrix((6, 10), recipe_of(rank=3, gap=2))
         scaler = halfstep.LossScaler(init_scale=scale)
         for step in range(5):
             if step == 2:  # a step that would choose a subspace
@@ -231,8 +231,8 @@ def test_a_loss_scale_is_divided_out_and_an_overflow_moves_nothing():
     assert_same(*found)
 
 
-def test_updates_are_watched():
-    weight, optimizer, _ = one((6, 10), recipe_of(rank=3), weight_decay=0.0)
+def test_watched_reports_low_rank_updates():
+    weight, optimizer, _ = single_matrix((6, 10), recipe_of(rank=3), weight_decay=0.0)
     seen, before = [], weight.detach().clone()
     with optimizer.watched(seen.append):
         run(weight, optimizer, 1)
@@ -240,9 +240,9 @@ def test_updates_are_watched():
     assert int(torch.linalg.matrix_rank(seen[0].wanted, atol=1e-5)) == 3
 
 
-def test_vectors_kept_in_bf16_are_orthonormal_to_8_bits():
+def test_projectors_in_bf16_are_orthonormal_to_8_bits():
     recipe = replace(recipe_of(rank=8), moments=((PROJECTOR, "bf16"), ("*", "fp32")))
-    weight, optimizer, _ = one((40, 60), recipe)
+    weight, optimizer, _ = single_matrix((40, 60), recipe)
     run(weight, optimizer, 1)
     p = optimizer.state[weight][PROJECTOR]
     lost = float((p.float().T @ p.float() - torch.eye(8)).abs().max())
@@ -250,12 +250,12 @@ def test_vectors_kept_in_bf16_are_orthonormal_to_8_bits():
     assert 0 < lost < 2.0**-8
 
 
-# ---- gradients that span nothing, or nothing that can be found ------------------------------------------------------
+# ---- zero, low-rank and nonfinite gradients -------------------------------------------------------------------------
 
 
-def test_zeros_choose_no_subspace():
-    """A layer behind one that starts at zero has no gradient at first; its subspace is the first gradient's."""
-    weight, optimizer, _ = one((6, 10), recipe_of(rank=3, gap=200), weight_decay=0.0)
+def test_zero_gradients_choose_no_subspace():
+    """As those of a layer before one that is initialized to zero."""
+    weight, optimizer, _ = single_matrix((6, 10), recipe_of(rank=3, gap=200), weight_decay=0.0)
     before = weight.detach().clone()
     weight.grad = torch.zeros(6, 10)
     optimizer.step()
@@ -263,14 +263,14 @@ def test_zeros_choose_no_subspace():
     assert not optimizer.state[weight][PROJECTOR].any()
     run(weight, optimizer, 1)
     assert_same(optimizer.state[weight][PROJECTOR], singular_vectors(grad_of((6, 10), 0), Subspace(3, True)))
-    for _ in range(201):  # and zeros later keep the one that is there
+    for _ in range(201):  # later zeros keep the present one
         weight.grad = torch.zeros(6, 10)
         optimizer.step()
     assert_same(optimizer.state[weight][PROJECTOR], singular_vectors(grad_of((6, 10), 0), Subspace(3, True)))
 
 
-def test_a_gradient_of_lower_rank_still_gives_orthonormal_vectors():
-    weight, optimizer, _ = one((6, 10), recipe_of(rank=4))
+def test_a_rank_deficient_gradient_gives_an_orthonormal_projector():
+    weight, optimizer, _ = single_matrix((6, 10), recipe_of(rank=4))
     weight.grad = torch.outer(torch.arange(6.0), torch.ones(10))
     optimizer.step()
     p = optimizer.state[weight][PROJECTOR]
@@ -278,7 +278,7 @@ def test_a_gradient_of_lower_rank_still_gives_orthonormal_vectors():
     assert bool(weight.isfinite().all())
 
 
-def test_a_gradient_that_is_not_finite_chooses_nothing_and_moves_nothing():
+def test_a_nonfinite_gradient_is_refused_without_changes():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model, optimizer, _ = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe_of(rank=2))
     for parameter in model.parameters():
@@ -290,8 +290,8 @@ def test_a_gradient_that_is_not_finite_chooses_nothing_and_moves_nothing():
     assert_same([p.detach() for p in model.parameters()], before)
 
 
-def test_vectors_that_are_not_found_leave_the_old_ones(monkeypatch):
-    weight, optimizer, _ = one((6, 10), recipe_of(rank=3, gap=2))
+def test_a_failing_svd_is_an_error_first_and_later_keeps_the_projector(monkeypatch):
+    weight, optimizer, _ = single_matrix((6, 10), recipe_of(rank=3, gap=2))
 
     def fails(*args, **options):
         raise torch.linalg.LinAlgError("svd did not converge")
@@ -315,7 +315,7 @@ def test_vectors_that_are_not_found_leave_the_old_ones(monkeypatch):
     assert not torch.equal(optimizer.state[weight][PROJECTOR], old)
 
 
-# ---- which parameters -----------------------------------------------------------------------------------------------
+# ---- projected parameters -------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -339,21 +339,21 @@ def projected_in(model, recipe):
     return {name for name, p in model.named_parameters() if PROJECTOR in optimizer.state[p]}
 
 
-def test_linear_layers_are_projected_and_heads_norms_and_embeddings_are_not():
+def test_linear_layers_are_projected_but_not_heads_norms_and_embeddings():
     matrices = {"attn.in_proj_weight", "attn.out_proj.weight", "mlp.0.weight", "mlp.2.weight"}
     assert projected_in(Block(), "galore") == matrices
     assert projected_in(Block(), recipe_of(rank=2, paths=("*mlp*",))) == {"mlp.0.weight", "mlp.2.weight"}
     assert projected_in(Block(), recipe_of(rank=2, paths=("lm_head",))) == {"lm_head.weight"}
 
 
-def test_an_audit_says_what_is_projected_and_what_is_not():
+def test_the_audit_names_projected_and_unprojected_parameters():
     model, optimizer, _ = halfstep.prepare(model := Block(), torch.optim.AdamW(model.parameters()), "galore")
     (note,) = [found for found in halfstep.audit(model, optimizer).findings if found.what == "projected"]
     assert note.tensors == ("attn.in_proj_weight", "attn.out_proj.weight", "mlp.0.weight", "mlp.2.weight")
     assert note.text.endswith("(GaLore), others (embed.weight, lm_head.weight) as a whole")
 
 
-def test_parameters_that_come_later_are_projected_as_the_others():
+def test_parameters_added_later_are_projected():
     model = mlp()
     model[3].requires_grad_(False)
     model, optimizer, _ = halfstep.prepare(model, torch.optim.AdamW(model[0].parameters()), "galore")
@@ -370,7 +370,7 @@ def test_parameters_that_come_later_are_projected_as_the_others():
         ({"rank": 9}, r"attn.in_proj_weight: rank = 9 of a matrix of shape \(24, 8\), which has 8; lower the rank"),
     ],
 )
-def test_what_cannot_be_projected_is_named_and_nothing_changes(options, message):
+def test_invalid_projections_are_refused_without_changes(options, message):
     model = Block()
     kinds, optimizer = [type(m) for m in model.modules()], torch.optim.AdamW(model.parameters())
     with pytest.raises(RecipeError, match=message):
@@ -378,7 +378,7 @@ def test_what_cannot_be_projected_is_named_and_nothing_changes(options, message)
     assert [type(m) for m in model.modules()] == kinds
 
 
-def test_groups_of_galore_torch_are_not_ignored():
+def test_groups_with_galore_torchs_options_are_refused():
     model = nn.Linear(8, 8)
     groups = [{"params": [model.weight], "rank": 2, "update_proj_gap": 10}, {"params": [model.bias]}]
     with pytest.raises(OptimizerError, match=r"group 0 of this AdamW has rank, update_proj_gap, which only GaLore's"):
@@ -392,13 +392,13 @@ def test_a_model_without_linear_layers_is_refused():
 
 
 @pytest.mark.parametrize("build", [halfstep.optim.Lion, halfstep.optim.Lamb])
-def test_rules_whose_steps_hang_on_more_than_gradients_are_refused(build):
+def test_lion_and_lamb_with_galore_are_refused(build):
     model = mlp()
     with pytest.raises(OptimizerError, match="Expected Adagrad, Adam, AdamW, NAdam, RMSprop or SGD"):
         halfstep.prepare(model, build(model.parameters()), "galore")
 
 
-def test_moments_that_are_there_have_no_place_in_a_subspace():
+def test_an_optimizer_with_unprojected_moments_is_refused():
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     model(batch()[0]).sum().backward()
@@ -409,7 +409,7 @@ def test_moments_that_are_there_have_no_place_in_a_subspace():
     halfstep.prepare(model, optimizer, "bf16-mixed")
 
 
-def test_shards_are_refused_by_name():
+def test_sharded_weights_are_refused():
     model = mlp()
     model[3].weight.device_mesh = "two ranks"
     with pytest.raises(ModelError, match=r"3.weight is sharded.*Train under DDP"):
@@ -417,7 +417,7 @@ def test_shards_are_refused_by_name():
 
 
 def galore_torch(monkeypatch):
-    """galore-torch's AdamW, which imports transformers only for a version check, and 8-bit parts that are not used."""
+    """galore-torch, with stubs for the 8-bit modules that it imports and does not use here."""
     for name, attributes in {
         "bitsandbytes": {},
         "bitsandbytes.optim": {},
@@ -431,11 +431,12 @@ def galore_torch(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6)])
-def test_it_trains_as_galore_torch_does(shape, monkeypatch):
-    """Up to eps, which it adds before it corrects the bias, and to the signs of vectors, which are given to it: moments
-    are not turned when the subspace changes, so that signs matter there. Without decay, which it applies last."""
+def test_galore_matches_galore_torch(shape, monkeypatch):
+    """Up to eps, which galore-torch adds before the bias correction. Signs of singular vectors are fixed for both,
+    since moments are not transformed when the subspace changes. Weight decay is 0, since galore-torch applies it
+    last."""
     theirs = galore_torch(monkeypatch)
-    weight, optimizer, _ = one(shape, recipe_of(rank=3, gap=4), weight_decay=0.0)
+    weight, optimizer, _ = single_matrix(shape, recipe_of(rank=3, gap=4), weight_decay=0.0)
     other = nn.Parameter(weight.detach().clone())
     options = {"rank": 3, "update_proj_gap": 4, "scale": 0.25, "proj_type": "std"}
     with warnings.catch_warnings():
@@ -455,10 +456,10 @@ def test_it_trains_as_galore_torch_does(shape, monkeypatch):
     torch.testing.assert_close(weight.detach(), other.detach(), rtol=0, atol=1e-5)
 
 
-# ---- the record -----------------------------------------------------------------------------------------------------
+# ---- recipe data ----------------------------------------------------------------------------------------------------
 
 
-def test_it_goes_through_data_and_back():
+def test_projections_round_trip_through_data():
     for recipe in (recipe_of(rank=5, side="long", paths=("*mlp*",)), get_recipe("galore-8bit"), get_recipe("fp32")):
         assert from_data(to_data(recipe), get_recipe) == recipe
     own = from_data({"name": "own", "base": "bf16-master", "projection": {"rank": 4, "share": "none"}}, get_recipe)
@@ -476,14 +477,14 @@ def test_it_goes_through_data_and_back():
         ({"side": "top"}, "projection unknown side 'top'"),
     ],
 )
-def test_values_that_mean_nothing(options, message):
+def test_invalid_values_are_refused(options, message):
     with pytest.raises(RecipeError, match=message):
         Projection(**options)
     with pytest.raises(RecipeError, match=message):
         from_data({"name": "own", "projection": options}, get_recipe)
 
 
-def test_what_a_recipe_cannot_keep_together():
+def test_projections_with_coded_weights_or_coded_projectors_are_refused():
     with pytest.raises(RecipeError, match="projection, with codes = weights that rules round"):
         replace(get_recipe("fp8lm-o2"), name="made", projection=Projection())
     with pytest.raises(
@@ -492,7 +493,7 @@ def test_what_a_recipe_cannot_keep_together():
         replace(get_recipe("adamw-8bit"), name="made", projection=Projection())
 
 
-def test_the_recipe_shows_it():
+def test_describe_names_the_projection():
     assert "rank 128, at most 0.5 of the short side" in get_recipe("galore").describe()
     for name in PROJECTED:
         states = get_recipe(name).bytes_per_parameter(shape=(1024, 4096)).states

@@ -1,4 +1,5 @@
-"""GaLore's states: saved, loaded, copied and resumed bit for bit; refused where they have no place; equal on ranks."""
+"""States of GaLore: saved, loaded, copied and resumed bit for bit, refused if they do not fit, and equal on all
+ranks."""
 
 import copy
 import io
@@ -53,8 +54,8 @@ def through_a_file(data):
 @pytest.mark.quick("0-galore", "5-galore")
 @pytest.mark.parametrize("name", PROJECTED)
 @pytest.mark.parametrize("stop", range(8))
-def test_a_run_that_resumes_at_any_step_continues_bit_for_bit(name, stop, monkeypatch):
-    """Before, at and after a change of the subspace; nothing is decomposed that the whole run does not decompose."""
+def test_a_run_resumed_at_any_step_is_exact(name, stop, monkeypatch):
+    """Before, at and after a change of the subspace; with no additional SVD."""
     whole = started(name, width=160)
     expected = trained(*whole, 0, 8)
     model, optimizer, scaler = started(name, width=160)
@@ -72,14 +73,14 @@ def test_a_run_that_resumes_at_any_step_continues_bit_for_bit(name, stop, monkey
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_copies_train_on(way):
+def test_copies_and_pickles_train_identically(way):
     first = started()
     trained(*first, 0, 4)
     second = copy.deepcopy(first) if way == "deepcopy" else pickle.loads(pickle.dumps(first))
     assert trained(*first, 4, 4) == trained(*second, 4, 4)
 
 
-# ---- states of another kind -----------------------------------------------------------------------------------------
+# ---- states that do not fit -----------------------------------------------------------------------------------------
 
 
 def saved_by(optimizer_of):
@@ -102,7 +103,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("into", "source", "message"), OTHERS.values(), ids=OTHERS)
-def test_states_that_have_no_place_are_refused_and_nothing_changes(into, source, message):
+def test_states_that_do_not_fit_are_refused_without_changes(into, source, message):
     _, optimizer, _ = into()
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(OptimizerError, match=message):
@@ -110,7 +111,7 @@ def test_states_that_have_no_place_are_refused_and_nothing_changes(into, source,
     assert_same(optimizer.state_dict(), before)
 
 
-def test_torchs_states_and_galore_torchs_are_refused():
+def test_states_of_torch_and_galore_torch_are_refused():
     _, optimizer, _ = started()
     stock = torch.optim.AdamW(net().parameters())
     for parameter in stock.param_groups[0]["params"]:
@@ -124,14 +125,14 @@ def test_torchs_states_and_galore_torchs_are_refused():
         optimizer.load_state_dict(theirs)
 
 
-def test_a_state_in_a_subspace_has_no_float32_form():
+def test_float32_state_dict_of_projected_states_is_refused():
     _, optimizer, _ = parts = started()
     trained(*parts, 0, 1)
     with pytest.raises(OptimizerError, match="holds moments in a subspace"):
         optimizer.float32_state_dict()
 
 
-def test_moments_in_8_bits_load_from_fp32_ones_of_the_same_subspace():
+def test_8_bit_projected_moments_load_from_float32_ones():
     parts = started("galore", width=1200, rank=4)
     trained(*parts, 0, 2)
     model, optimizer, scaler = started("galore-8bit", width=1200, rank=4)
@@ -143,7 +144,7 @@ def test_moments_in_8_bits_load_from_fp32_ones_of_the_same_subspace():
     trained(model, optimizer, scaler, 2, 3)
 
 
-# ---- alone, by galore-torch's names ---------------------------------------------------------------------------------
+# ---- GaLoreAdamW, with galore-torch's options -----------------------------------------------------------------------
 
 
 def groups_of(model, **options):
@@ -152,7 +153,7 @@ def groups_of(model, **options):
     return [{"params": matrices, "rank": 4, **options}, {"params": others}]
 
 
-def in_a_strangers_loop(model, optimizer, steps, start=0):
+def train_plainly(model, optimizer, steps, start=0):
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
     for step in range(start, start + steps):
         x = torch.randn(8, 9, generator=torch.Generator().manual_seed(10 * step))
@@ -165,35 +166,35 @@ def in_a_strangers_loop(model, optimizer, steps, start=0):
 
 
 @pytest.mark.parametrize("build", [GaLoreAdamW, GaLoreAdamW8bit])
-def test_galore_by_its_own_name_is_the_recipe(build):
+def test_galore_adamw_equals_the_recipe_and_resumes(build):
     """Of the same rank, in the same loop; and it goes on where its state was saved."""
     options = {"update_proj_gap": 3, "scale": 0.5, "proj_type": "std"}
     model = net()
     alone = build(groups_of(model, **options), lr=0.02, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
-    found = in_a_strangers_loop(model, alone, 5)
+    found = train_plainly(model, alone, 5)
     other = net()
     made = replace(get_recipe("fp32"), name="made", projection=Projection(4, 3, 0.5, paths=("0", "2"), share=None))
     stock = torch.optim.AdamW([{"params": g["params"]} for g in groups_of(other)], 0.02, (0.9, 0.99), 1e-8, 0.1)
     other, prepared, _ = halfstep.prepare(other, stock, made)
-    assert_same(found, in_a_strangers_loop(other, prepared, 5))
+    assert_same(found, train_plainly(other, prepared, 5))
     third = net()
     third.load_state_dict(model.state_dict())
     resumed = build(groups_of(third, **{**options, "rank": 4}), lr=1.0)
     resumed.load_state_dict(through_a_file(alone.state_dict()))
-    assert_same(in_a_strangers_loop(third, resumed, 4, 5), in_a_strangers_loop(model, alone, 4, 5))
+    assert_same(train_plainly(third, resumed, 4, 5), train_plainly(model, alone, 4, 5))
 
 
-def test_without_a_rank_it_is_adamw():
+def test_galore_adamw_without_a_rank_equals_adamw():
     model, other = net(), net()
-    found = in_a_strangers_loop(model, GaLoreAdamW(model.parameters(), lr=0.02), 3)
+    found = train_plainly(model, GaLoreAdamW(model.parameters(), lr=0.02), 3)
     assert_same(
         found,
-        in_a_strangers_loop(other, halfstep.optim.LowBitAdamW(other.parameters(), 0.02, eps=1e-6, weight_decay=0.0), 3),
+        train_plainly(other, halfstep.optim.LowBitAdamW(other.parameters(), 0.02, eps=1e-6, weight_decay=0.0), 3),
     )
 
 
 @pytest.mark.slow
-def test_large_moments_are_in_8_bits():
+def test_galore_adamw8bit_stores_large_moments_in_8_bits():
     model = nn.Linear(128, 256, bias=False)
     optimizer = GaLoreAdamW8bit([{"params": model.parameters(), "rank": 32}], lr=1e-3)
     model(torch.randn(4, 128)).square().mean().backward()
@@ -216,12 +217,12 @@ def test_large_moments_are_in_8_bits():
         ({"proj_type": "sdt"}, "unknown proj_type 'sdt'.*std"),
     ],
 )
-def test_groups_that_mean_nothing(options, message):
+def test_invalid_groups_are_refused(options, message):
     with pytest.raises(OptimizerError, match=re.compile(message, re.S)):
         GaLoreAdamW(groups_of(net(), **options))
 
 
-def test_what_is_no_matrix_has_no_rank():
+def test_a_rank_of_a_parameter_that_is_no_matrix_is_refused():
     optimizer = GaLoreAdamW(groups_of(net()))
     for shape in ((5,), (2, 3, 4)):
         with pytest.raises(
@@ -256,7 +257,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_ranks_end_with_the_same_bits_and_updates_layer_by_layer_are_refused(ranks):
+def test_ranks_have_equal_weights_and_per_layer_steps_are_refused(ranks):
     for name in PROJECTED:
         assert_same(ranks[0][name], ranks[1][name])
     assert ranks[0]["per layer"].startswith("PerLayer with several ranks: a layer would step before DDP has summed")

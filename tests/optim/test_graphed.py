@@ -1,7 +1,6 @@
-"""A step as a CUDA graph: which calls run, which replay, what they are given; graphs are stand-ins that run the step.
+"""`halfstep.GraphedStep`: which calls run, capture and replay; CUDA graphs are stand-ins that run the step.
 
-That replays of a captured step have the bits of eager ones was seen on a card (docs/gpu.md), not here.
-"""
+That replays of a captured step equal eager steps bit for bit was measured on a GPU (docs/gpu.md), not here."""
 
 import contextlib
 import copy
@@ -21,8 +20,9 @@ from tiny import assert_same
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """What happens, in its order, on a GPU that is a CPU: a capture moves nothing, a replay is the step again."""
+def patched(monkeypatch):
+    """GraphedStep on a CPU as if on a GPU, and its events in order: a capture changes nothing, a replay runs the
+    step."""
     events, captured = [], {}
 
     class Graph:
@@ -80,24 +80,24 @@ def batches(count, size=12):
     return [(torch.randn(size, 8, generator=generator), torch.arange(size) % 4) for _ in range(count)]
 
 
-def test_every_call_is_a_step_of_the_run(told):
+def test_graphed_steps_equal_eager_steps(patched):
     model, optimizer, step = training()
     own, own_optimizer, eager = training()
     schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (optimizer, own_optimizer)]
-    made, losses, expected = told.GraphedStep(step, optimizer, warmup=2), [], []
+    made, losses, expected = patched.GraphedStep(step, optimizer, warmup=2), [], []
     for x, y in batches(6):
         losses.append(made(x, y=y))
         expected.append(eager(x, y))
         for schedule in schedules:
             schedule.step()
-    assert told.events == ["capture", *["replay"] * 4]
+    assert patched.events == ["capture", *["replay"] * 4]
     assert_same(losses, expected)
     assert_same(model.state_dict(), own.state_dict())
 
 
-def test_a_call_with_other_arguments_moves_nothing(told):
+def test_a_call_with_other_arguments_is_refused_without_changes(patched):
     model, optimizer, step = training()
-    made = told.GraphedStep(step, optimizer, warmup=1)
+    made = patched.GraphedStep(step, optimizer, warmup=1)
     for x, y in batches(2):
         made(x, y)
     before = copy.deepcopy(model.state_dict())
@@ -113,31 +113,31 @@ def test_a_call_with_other_arguments_moves_nothing(told):
     assert not torch.equal(model[0].weight, before["0.weight"])
 
 
-def test_what_cannot_be_captured_is_an_error(told, monkeypatch):
+def test_steps_that_cannot_be_captured_are_refused(patched, monkeypatch):
     model, optimizer, step = training()
     with pytest.raises(OptimizerError, match=r"AdamW, expected the one that halfstep\.prepare returns"):
         halfstep.GraphedStep(step, torch.optim.AdamW(model.parameters()))
     with pytest.raises(OptimizerError, match="warmup=0: expected at least 1"):
         halfstep.GraphedStep(step, optimizer, warmup=0)
     monkeypatch.setattr(halfstep.optim.LowBit, "steps_all_together", False)
-    made, (one, other) = told.GraphedStep(step, optimizer, warmup=1), batches(2)
+    made, (one, other) = patched.GraphedStep(step, optimizer, warmup=1), batches(2)
     made(*one)
     with pytest.raises(OptimizerError, match="capturable=True"):
         made(*other)
 
 
-def test_what_a_replay_would_not_copy_is_refused(told):
+def test_a_step_that_returns_an_unknown_object_is_refused(patched):
     _, optimizer, step = training()
-    made = told.GraphedStep(lambda x, y: SimpleNamespace(loss=step(x, y)), optimizer)
+    made = patched.GraphedStep(lambda x, y: SimpleNamespace(loss=step(x, y)), optimizer)
     with pytest.raises(ModelError, match=r"the step returns a SimpleNamespace, .* as loss\.detach\(\)"):
         made(*batches(1)[0])
-    assert told.events == []
+    assert patched.events == []
 
 
 @pytest.mark.parametrize("hidden", [SimpleNamespace, UserDict])
-def test_tensors_that_a_graph_would_not_see_are_refused(told, hidden):
+def test_arguments_that_hide_tensors_are_refused(patched, hidden):
     model, optimizer, step = training()
-    made = told.GraphedStep(lambda batch: step(*vars(batch).get("data", vars(batch)).values()), optimizer, warmup=1)
+    made = patched.GraphedStep(lambda batch: step(*vars(batch).get("data", vars(batch)).values()), optimizer, warmup=1)
     one, other = (dict(zip("xy", batch, strict=True)) for batch in batches(2))
     made(hidden(**one))
     before = copy.deepcopy(model.state_dict())
@@ -146,7 +146,7 @@ def test_tensors_that_a_graph_would_not_see_are_refused(told, hidden):
     assert_same(model.state_dict(), before)
 
 
-def test_on_a_cpu_the_step_runs_as_it_is():
+def test_on_a_cpu_graphed_steps_run_eagerly():
     model, optimizer, step = training()
     own, _, eager = training()
     made = halfstep.GraphedStep(step, optimizer)
@@ -154,7 +154,7 @@ def test_on_a_cpu_the_step_runs_as_it_is():
     assert_same(model.state_dict(), own.state_dict())
 
 
-def test_a_captured_step_reads_the_learning_rate_of_now_and_refuses_other_betas(monkeypatch):
+def test_a_captured_step_reads_the_current_lr_and_refuses_other_betas(monkeypatch):
     functions = SimpleNamespace(prepare="prepare", update="update", made=lambda source, *program: id(program))
     monkeypatch.setattr(launches, "functions", lambda name: functions)
     monkeypatch.setattr(launches, "prepared", lambda kernel, *_, **__: lambda *rest: None)
@@ -167,10 +167,10 @@ def test_a_captured_step_reads_the_learning_rate_of_now_and_refuses_other_betas(
     (steps,) = optimizer._together._steps.values()
     steps.held = True
     (group,) = optimizer.param_groups
-    place = table.GIVEN + [*launches_options(optimizer)].index(0.1)
+    column = table.GIVEN + [*numeric_options(optimizer)].index(0.1)
     group["lr"] = 0.05
     optimizer.follow_options()
-    assert steps._table[0, place] == 0.05
+    assert steps._table[0, column] == 0.05
     group["betas"] = (0.5, 0.6)
     with pytest.raises(OptimizerError, match=r"betas of a parameter group.*restore them"):
         optimizer.follow_options()
@@ -178,6 +178,6 @@ def test_a_captured_step_reads_the_learning_rate_of_now_and_refuses_other_betas(
     optimizer.follow_options()
 
 
-def launches_options(optimizer):
-    """The numbers of a group's options."""
+def numeric_options(optimizer):
+    """The numeric options of an optimizer's first group."""
     return optimizer.rule.options(optimizer.param_groups[0]).numbers

@@ -1,4 +1,4 @@
-"""A step on a GPU waits for nothing; and what is not read at once comes to the same."""
+"""Optimizer steps on a GPU do not wait for the device, and overflow flags that are read later give the same results."""
 
 import contextlib
 import copy
@@ -18,16 +18,16 @@ from tiny import EVERY, assert_same, batch, mlp, model_for, mostly_slow, prepare
 
 @pytest.fixture
 def unread(monkeypatch):
-    """Scalers treat these tensors as if they were on a GPU."""
+    """Make scalers treat tensors as if they were on a GPU."""
     monkeypatch.setattr(halfstep.LossScaler, "_waits", staticmethod(lambda device: True))
 
 
-def told(scaler):
+def scaler_state(scaler):
     return scaler.get_scale(), scaler.state_dict(), scaler.skipped_steps, scaler.overflowed
 
 
 def twins(monkeypatch, recipe, **options):
-    """Two prepared models that are alike, with scalers of those options."""
+    """Two equal prepared models, with scalers of the given options."""
     made = []
     for _ in range(2):
         model, optimizer, scaler = prepared(recipe, mlp())
@@ -39,7 +39,7 @@ def twins(monkeypatch, recipe, **options):
 
 
 def step(model, optimizer, scaler, seed, bad=(), max_norm=None):
-    """One step; gradients of the parameters with those numbers are not finite."""
+    """One training step; gradients of the parameters numbered in `bad` are not finite."""
     x, y = batch(seed)
     scaler.scale(F.mse_loss(model(x), y)).backward()
     for place in bad:
@@ -66,7 +66,7 @@ FLAGS = [(), (), (0,), (), (1, 2), (0,), (), (), (), (3,), (), ()]
     "{'init_scale': 1.7014118346046923e+38, 'growth_interval': 1}",
 )
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_same_numbers_when_nothing_is_read(monkeypatch, options):
+def test_unread_flags_give_the_same_scales_and_weights(monkeypatch, options):
     ours, theirs = twins(monkeypatch, "fp16-mixed", **options)
     flags = [()] * 3 if options["init_scale"] > 2.0**100 else FLAGS
     for seed, bad in enumerate(flags):
@@ -76,13 +76,13 @@ def test_the_same_numbers_when_nothing_is_read(monkeypatch, options):
         with monkeypatch.context() as patch:
             patch.setattr(halfstep.LossScaler, "_waits", staticmethod(lambda device: True))
             step(*ours, seed, bad)
-        assert told(ours[2]) == told(theirs[2])
+        assert scaler_state(ours[2]) == scaler_state(theirs[2])
         assert_same(list(ours[0].parameters()), list(theirs[0].parameters()))
 
 
 @pytest.mark.quick("fp16-mixed", "fp32")
 @pytest.mark.parametrize("recipe", ["fp16-mixed", "fp16-nomaster", "bf16-nomaster", "fp32"])
-def test_clipping_is_the_same_when_nothing_is_read(monkeypatch, recipe):
+def test_unread_flags_give_the_same_clipping(monkeypatch, recipe):
     ours, theirs = twins(monkeypatch, recipe)
     for seed, max_norm in enumerate((0.05, 100.0, 0.01)):
         expected = step(*theirs, seed, max_norm=max_norm)
@@ -94,7 +94,7 @@ def test_clipping_is_the_same_when_nothing_is_read(monkeypatch, recipe):
             torch.testing.assert_close(mine, other, rtol=2**-7 if mine.itemsize == 2 else 1e-5, atol=1e-6)
 
 
-def test_huge_gradients_are_clipped_though_their_squares_overflow(unread):
+def test_gradients_whose_squares_overflow_are_clipped(unread):
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = halfstep.optim.convert(torch.optim.SGD([weight], lr=1.0), halfstep.get_recipe("fp32"), {})
     scaler = halfstep.LossScaler(init_scale=2.0**16)
@@ -107,7 +107,7 @@ def test_huge_gradients_are_clipped_though_their_squares_overflow(unread):
 @pytest.mark.parametrize(
     ("options", "steps"), [({"init_scale": 2.0**-15}, 2), ({"init_scale": 8.0, "dynamic": False}, 32)], ids=str
 )
-def test_a_run_that_is_stuck_ends_an_update_later(unread, options, steps):
+def test_a_run_of_overflows_raises_one_update_later(unread, options, steps):
     model, optimizer, scaler = twins(None, "fp16-mixed", **options)[0]
     many = (
         pytest.warns(UserWarning, match=r"20 steps in a row.*\(0\.weight first\)")
@@ -121,7 +121,7 @@ def test_a_run_that_is_stuck_ends_an_update_later(unread, options, steps):
         step(model, optimizer, scaler, 0)
 
 
-def test_an_optimizer_that_cannot_skip_by_itself_is_read_for(unread):
+def test_torchs_optimizers_read_the_flag_and_skip(unread):
     model = mlp()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), halfstep.LossScaler(init_scale=4.0)
     before = copy.deepcopy(list(model.parameters()))
@@ -132,7 +132,7 @@ def test_an_optimizer_that_cannot_skip_by_itself_is_read_for(unread):
     assert not torch.equal(model[0].weight, before[0])
 
 
-def test_scaling_states_forget_a_step_that_nobody_read(monkeypatch):
+def test_scaling_states_drop_the_amaxes_of_an_unread_skipped_step(monkeypatch):
     ours, theirs = (prepared("fp8-delayed", mlp()) for _ in range(2))
     made = []
     for model, lowbit, scaler in (ours, theirs):
@@ -143,14 +143,14 @@ def test_scaling_states_forget_a_step_that_nobody_read(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(halfstep.LossScaler, "_waits", staticmethod(lambda device: True))
             step(*made[0], seed, bad)
-        assert_same(told(made[0][2])[1], told(made[1][2])[1])
+        assert_same(scaler_state(made[0][2])[1], scaler_state(made[1][2])[1])
 
 
-def test_a_saved_state_goes_on(unread):
+def test_scaler_states_with_unread_flags_save_load_and_copy(unread):
     model, optimizer, scaler = twins(None, "fp16-mixed", init_scale=64.0, growth_interval=3)[0]
     step(model, optimizer, scaler, 0, bad=(0,))
     saved, twin = scaler.state_dict(), copy.deepcopy(scaler)
-    assert told(twin) == told(scaler)
+    assert scaler_state(twin) == scaler_state(scaler)
     step(model, optimizer, scaler, 1, bad=(0,))
     assert scaler.get_scale() == 16.0
     scaler.load_state_dict(saved)
@@ -161,17 +161,17 @@ def test_a_saved_state_goes_on(unread):
     assert scaler.scale(torch.ones(())).item() == 8.0
 
 
-# ---- without values -------------------------------------------------------------------------------------------------
+# ---- FakeTensors ----------------------------------------------------------------------------------------------------
 
 PROJECTED = ("galore", "galore-8bit", "galore-bf16")
 WAIT = ("lowbit.py step",)
-"""What their steps wait for: whether to skip, and the gradients' scale."""
+"""Reads of values in GaLore's steps: whether to skip, and the gradients' scale."""
 SOMETIMES = {"states.py look": "GaLore: whether gradients are finite where they choose a subspace, every 200 steps"}
 
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Tensors without values are stepped together, as those on a GPU are, by launches that are not made."""
+    """Step FakeTensors together as on a GPU, and record the launches instead of running them."""
     launched = []
     functions = SimpleNamespace(prepare="prepare", update="update", made=lambda source, *program: id(program))
     monkeypatch.setattr(launches, "functions", lambda name: functions)
@@ -189,7 +189,7 @@ def kernels(monkeypatch):
 
 @pytest.mark.quick("fp8-delayed", "fp8lm-o3")
 @pytest.mark.parametrize("name", mostly_slow(EVERY))
-def test_a_step_on_a_gpu_reads_nothing(name, kernels):
+def test_a_training_step_on_a_gpu_reads_no_value(name, kernels):
     """Forward, backward, clip, step and update, twice."""
     with fake_cuda(), Reads() as reads:
         with torch.device("cuda"):
@@ -209,12 +209,12 @@ def test_a_step_on_a_gpu_reads_nothing(name, kernels):
     assert kernels.count("prepare") == 2
 
 
-def test_reads_are_noticed():
+def test_the_detector_notices_reads():
     with fake_cuda(), Reads() as reads:
         x = torch.empty(3, device="cuda")
         for read in (lambda: x.sum().item(), lambda: bool(x.any()), x.cpu, x.nonzero, lambda: x[0].fill_(2).tolist()):
             reads.found.clear()
-            with contextlib.suppress(Exception):  # sizes that depend on values are none
+            with contextlib.suppress(Exception):  # data-dependent sizes raise
                 read()
             assert reads.found
         reads.found.clear()

@@ -1,4 +1,4 @@
-"""The scaler in other people's loops: without it, wrapped, with closures, copied, saved; what it tells a model."""
+"""The loss scaler in other training loops: missing, wrapped, with closures, copied and saved."""
 
 import copy
 import gc
@@ -27,12 +27,12 @@ def scales(name):
     return scale is not None and (scale.dynamic or scale.init != 1)
 
 
-# ---- a recipe that scales its loss, and no scaler -------------------------------------------------------------------
+# ---- loops without the recipe's scaler ------------------------------------------------------------------------------
 
 
 @pytest.mark.quick("bf16-mixed", "fp16-mixed", "fp8-delayed")
 @pytest.mark.parametrize("name", mostly_slow(EVERY))
-def test_a_loop_without_the_recipes_scaler_is_warned_once(name):
+def test_a_loop_without_the_recipes_scaler_warns_once(name):
     model = model_for(name)
     model, optimizer, _ = prepared(name, model)
     with warnings.catch_warnings(record=True) as caught:
@@ -81,13 +81,13 @@ def torchs_unscaled(model, optimizer, scaler):
 
 @pytest.mark.parametrize("loop", [ours, ours_unscaled, ours_clipped, torchs, torchs_unscaled])
 @pytest.mark.parametrize("name", ["fp16-mixed", "fp16-static"])
-def test_no_scaler_is_missed_where_one_is(name, loop):
+def test_loops_with_a_scaler_do_not_warn(name, loop):
     model, optimizer, scaler = prepared(name)  # warnings are errors here
     loop(model, optimizer, scaler)
     optimizer.step()
 
 
-def test_a_scaler_that_is_off_is_none():
+def test_a_disabled_scaler_counts_as_missing():
     model, optimizer, _ = prepared("fp16-mixed")
     with pytest.warns(UserWarning, match="saw no loss scale"):
         train(model, optimizer, LossScaler(enabled=False), 1)
@@ -97,8 +97,8 @@ def test_a_scaler_that_is_off_is_none():
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16-mixed", "fp16-master", "fp16-pure"])
-def test_no_closure_is_no_closure(name):
-    """accelerate passes its None on, always; torch's scaler takes it where it is not named."""
+def test_a_closure_of_none_is_no_closure(name):
+    """accelerate always passes None on; torch's scaler accepts it as a positional argument."""
     ends = []
     for arguments in [((), {}), ((None,), {}), ((), {"closure": None})]:
         model, optimizer, scaler = prepared(name)
@@ -115,8 +115,8 @@ def test_no_closure_is_no_closure(name):
 @pytest.mark.quick("False-fp32", "False-bf16-mixed")
 @pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-master", "fp8-current", "fp8-delayed"])
 @pytest.mark.parametrize("named", [True, False])
-def test_closures_where_no_loss_is_scaled(name, named):
-    """Backward and clip inside the closure are backward and clip before the step."""
+def test_closures_without_a_loss_scale_equal_a_plain_loop(name, named):
+    """Backward and clip run inside the closure."""
     ends = []
     for inside in (True, False):
         model, optimizer, scaler = prepared(name)
@@ -144,7 +144,7 @@ def test_closures_where_no_loss_is_scaled(name, named):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As accelerate, Lightning and Fabric wrap an optimizer: the same groups, the other one's step."""
+    """An optimizer wrapper like accelerate's, Lightning's and Fabric's: the same groups and the other one's step."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -160,8 +160,8 @@ class Wrapper(torch.optim.Optimizer):
 @pytest.mark.quick("0.1-bf16-master", "None-bf16-master")
 @pytest.mark.parametrize("name", ["fp16-mixed", "fp16-master", "bf16-master"])
 @pytest.mark.parametrize("clip", [0.1, None])
-def test_a_wrapped_optimizer_is_the_optimizer(name, clip):
-    """Clipping the one and stepping the other divides once."""
+def test_a_wrapped_optimizer_counts_as_the_optimizer(name, clip):
+    """Clipping one and stepping the other divides once."""
     ends = []
     for clipped, stepped in [(False, False), (True, False), (False, True), (True, True)]:
         model, optimizer, scaler = prepared(name)
@@ -179,8 +179,8 @@ def test_a_wrapped_optimizer_is_the_optimizer(name, clip):
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16-mixed"])
-def test_the_optimizer_that_was_handed_over_is_known_too(name):
-    """It shares its groups with the one that came back: clipping by it and stepping the other divides once."""
+def test_the_optimizer_given_to_prepare_counts_as_the_returned_one(name):
+    """They share param groups, so clipping by one and stepping the other divides once."""
     ends = []
     for old in (False, True):
         model = mlp()
@@ -197,11 +197,11 @@ def test_the_optimizer_that_was_handed_over_is_known_too(name):
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
 
 
-# ---- what the model's scaling states hear ---------------------------------------------------------------------------
+# ---- calls to the model's scaling states ----------------------------------------------------------------------------
 
 
 def watched(name="fp16-mixed"):
-    """Two optimizers over two parts of one model, one scaler, and what its follower was told."""
+    """Two optimizers over two parts of one model, a scaler, and the arguments of its follower's calls."""
     model = mlp()
     parts = [[*model[0].parameters()], [*model[2].parameters(), *model[3].parameters()]]
     optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
@@ -211,7 +211,7 @@ def watched(name="fp16-mixed"):
     return model, optimizers, scaler, told
 
 
-def test_states_move_on_when_one_of_two_optimizers_stepped():
+def test_states_advance_if_one_of_two_optimizers_stepped():
     model, optimizers, scaler, told = watched()
     for bad in ((), (0,), (0, 1)):
         backward(model, scaler)
@@ -226,8 +226,8 @@ def test_states_move_on_when_one_of_two_optimizers_stepped():
 
 
 @pytest.mark.parametrize("name", ["fp16-mixed", "fp8-delayed"])
-def test_states_forget_a_batch_that_was_dropped(name):
-    """With a loss scale and without; a step past the scaler counts."""
+def test_a_dropped_batch_counts_as_skipped(name):
+    """With and without a loss scale. A step that bypasses the scaler counts."""
     model, (optimizer, _), scaler, told = watched(name)
     for then in (scaler.step, lambda o: o.zero_grad(), lambda o: o.step()):
         backward(model, scaler)
@@ -238,7 +238,7 @@ def test_states_forget_a_batch_that_was_dropped(name):
     assert told == [False, True, False]
 
 
-def test_an_optimizer_is_forgotten_with_its_parameters():
+def test_a_deleted_optimizer_is_not_mistaken_for_another_at_its_address():
     """Not taken for another one, which is given the same address."""
     scaler = LossScaler()
     for _ in range(20):
@@ -247,7 +247,7 @@ def test_an_optimizer_is_forgotten_with_its_parameters():
         backward(model, scaler)
         scaler.unscale_(optimizer)
         del optimizer, model
-        gc.collect(1)  # young ones: an address is given again at once
+        gc.collect(1)  # generation 1 only: addresses are reused at once
     gc.collect()
     assert len(scaler._pending) == 0
 
@@ -257,7 +257,7 @@ def test_an_optimizer_is_forgotten_with_its_parameters():
 
 @pytest.mark.parametrize("name", ["fp16-mixed", "fp16-static", "bf16-mixed"])
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_scalers_copy_goes_on_as_it_would(name, how):
+def test_copies_and_pickles_of_a_scaler_continue_identically(name, how):
     model = mlp()
     scaler = LossScaler(growth_interval=3, enabled=get_recipe(name).loss_scale is not None, hysteresis=2)
     optimizer = adamw(model)
@@ -275,7 +275,7 @@ def test_a_scalers_copy_goes_on_as_it_would(name, how):
     assert ends[0] == ends[1]
 
 
-def test_a_model_an_optimizer_and_a_scaler_are_copied_together():
+def test_model_optimizer_and_scaler_can_be_deepcopied_together():
     model, optimizer, scaler = prepared("fp8-delayed")
     train(model, optimizer, scaler, 2)
     twins = copy.deepcopy((model, optimizer, scaler))
@@ -285,8 +285,8 @@ def test_a_model_an_optimizer_and_a_scaler_are_copied_together():
 
 
 @pytest.mark.parametrize("call", ["unscale_", "clip_grad_norm_", "step"])
-def test_no_copy_between_unscaling_and_update(call):
-    """torch's scaler asserts the same."""
+def test_copying_a_scaler_between_unscaling_and_update_is_refused(call):
+    """As torch's scaler asserts."""
     model, optimizer, scaler = prepared("fp16-mixed")
     backward(model, scaler)
     getattr(scaler, call)(optimizer, *([1.0] if call == "clip_grad_norm_" else []))
@@ -307,7 +307,7 @@ def test_a_copy_keeps_the_process_group():
 
 
 @pytest.mark.parametrize("name", ["fp16-mixed", "fp8-delayed"])
-def test_a_state_taken_between_step_and_update_is_told_of(name):
+def test_state_dict_between_step_and_update_warns(name):
     model, optimizer, scaler = prepared(name)
     backward(model, scaler)
     scaler.step(optimizer)

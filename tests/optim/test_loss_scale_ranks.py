@@ -1,4 +1,4 @@
-"""Ranks skip together, raise together, clip to one norm; gradients that left for float32 come back to their reducer."""
+"""The loss scaler on two ranks: they skip and raise together, and clip to one norm."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ dist.destroy_process_group()
 
 
 def run(tmp_path, program, argument=""):
-    """What each of two ranks prints, line by line."""
+    """The lines that each of two ranks prints."""
     command = [sys.executable, "-c", START + program + END]
     ranks = [
         subprocess.Popen(
@@ -85,7 +85,7 @@ for _ in range(2):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["step", "unscale_"])
-def test_a_rank_without_gradients_is_an_error_on_all(tmp_path, call):
+def test_a_rank_without_gradients_is_an_error_on_all_ranks(tmp_path, call):
     first, second = run(tmp_path, MISSING, call)
     assert [line.partition(";")[0] for line in first] == [
         "on another rank no parameter of the optimizer has a gradient"
@@ -105,7 +105,7 @@ print(scaler.skipped_steps)
 
 
 @pytest.mark.slow
-def test_flags_stay_in_their_group(tmp_path):
+def test_overflow_flags_are_reduced_over_the_scalers_group(tmp_path):
     assert run(tmp_path, GROUP) == [["0"], ["1"]]
 
 
@@ -137,15 +137,15 @@ for step in range(4):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp16-master", "bf16-master"])
-def test_gradients_are_their_reducers_again_after_a_clip(tmp_path, name):
-    """DDP's buckets have the parameters' dtype."""
+def test_gradients_return_to_ddps_buckets_after_clipping(tmp_path, name):
+    """DDP's buckets have the parameters' dtype, and clipped 16-bit gradients are float32."""
     first, second = run(tmp_path, REPLICATED, name)
     assert first == second
     assert len(first) == 6
 
 
 @pytest.mark.slow
-def test_also_where_no_scaler_sees_the_loss(tmp_path):
+def test_gradients_return_to_ddps_buckets_without_a_scaled_loss(tmp_path):
     first, second = run(tmp_path, BARE, "bf16-master")
     assert first == second
     assert len(first) == 4
@@ -188,14 +188,14 @@ torch.testing.assert_close(*ends, rtol=2e-2, atol=1e-3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp32", "bf16-master", "fp16-master"])
 def test_the_norm_of_sharded_gradients_is_a_plain_tensor(tmp_path, name):
-    """FSDP2 in its documented order, against the same ranks with whole gradients."""
+    """FSDP2 in its documented order, compared with the same ranks with unsharded gradients."""
     first, second = run(tmp_path, SHARDED, name)
     assert first == second
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_gradients_that_fsdp2_would_round_are_refused(name):
-    """With the ways that work; of parameters that are not sharded nothing is."""
+    """With advice. Parameters that are not sharded are accepted."""
     recipe, model = get_recipe(name), mlp()
     check_ranks(recipe, model.parameters())
     model[0].weight.device_mesh = "a mesh"

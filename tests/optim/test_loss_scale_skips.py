@@ -1,4 +1,4 @@
-"""Which steps are skipped, and what is said about them."""
+"""Skipped steps of the loss scaler, and how they are reported."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def backward(model, scaler, factor=1.0):
     scaler.scale(F.mse_loss(model(x), y) * factor).backward()
 
 
-def test_skipped_steps_and_the_names_of_what_overflowed():
+def test_skipped_steps_and_overflowed_names_are_reported():
     model, optimizer, scaler = prepared("fp16-master")
     train(model, optimizer, scaler, 1)
     backward(model, scaler)
@@ -25,7 +25,7 @@ def test_skipped_steps_and_the_names_of_what_overflowed():
 
 
 @pytest.mark.parametrize("name", ["fp16-mixed", "fp16-master", "fp16-pure", "bf16-pure"])
-def test_a_skipped_step_moves_nothing(name):
+def test_a_skipped_step_changes_no_weight_and_no_state(name):
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler, 3)
     before = copied(model.state_dict()), copied(optimizer.state_dict())
@@ -36,7 +36,7 @@ def test_a_skipped_step_moves_nothing(name):
     assert_same(optimizer.state_dict(), before[1])
 
 
-def test_several_optimizers_skip_one_by_one_and_back_off_together():
+def test_optimizers_of_one_scaler_skip_separately_and_back_off_together():
     first, second, scaler = mlp(), mlp(1), LossScaler()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
     for model in (first, second):
@@ -52,7 +52,7 @@ def test_several_optimizers_skip_one_by_one_and_back_off_together():
 
 
 @pytest.mark.parametrize("fine", [True, False])
-def test_sparse_gradients(fine):
+def test_sparse_gradients_are_unscaled_or_skipped(fine):
     model = torch.nn.Embedding(5, 2, sparse=True)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), LossScaler()
     before = model.weight.detach().clone()
@@ -65,7 +65,7 @@ def test_sparse_gradients(fine):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_overflow_is_found_wherever_it_is(dtype):
+def test_overflow_is_found_at_any_position(dtype):
     for bad in (float("inf"), float("-inf"), float("nan")):
         for where in (0, 500, 999):
             weight = torch.nn.Parameter(torch.zeros(1000, dtype=dtype))

@@ -1,4 +1,4 @@
-"""What the scaler does to gradients and steps: divide, clip, skip, refuse."""
+"""The loss scaler's effects on gradients and steps: divide, clip, skip, refuse."""
 
 from itertools import pairwise
 
@@ -31,7 +31,7 @@ def backward(model, scaler, factor=1.0):
 @pytest.mark.quick("own-None-<lambda>0", "own-None-<lambda>1", "own-None-<lambda>4")
 @pytest.mark.parametrize("build", STOCK)
 @pytest.mark.parametrize("clip", [None, 0.01, 1e3])
-def test_stock_optimizers_step_as_under_torchs_scaler(build, clip):
+def test_stock_optimizers_match_torchs_scaler(build, clip):
     weights = []
     for scaler in (LossScaler(), torch.amp.GradScaler("cpu")):
         model = mlp()
@@ -55,7 +55,7 @@ def test_stock_optimizers_step_as_under_torchs_scaler(build, clip):
 @pytest.mark.quick("own-1.0-bf16-mixed", "carried-1.0-fp32", "carried-inf-fp32")
 @pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-master", "fp16-mixed"])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-def test_clip_is_unscale_then_torchs_clip(name, norm_type):
+def test_clip_equals_unscale_then_torchs_clip(name, norm_type):
     results = []
     for ours in (True, False):
         model, optimizer, scaler = prepared(name)
@@ -75,8 +75,8 @@ def test_clip_is_unscale_then_torchs_clip(name, norm_type):
 
 @pytest.mark.parametrize("name", ["fp32", "bf16-pure"])
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
-def test_clipping_to_nothing_is_torchs_too(name, max_norm):
-    """An infinite gradient without a loss scale, and max_norm = 0: torch's coefficient is 0, and so is ours."""
+def test_clipping_with_coefficient_zero_matches_torch(name, max_norm):
+    """An infinite gradient without a loss scale, or max_norm = 0."""
     model, optimizer, scaler = prepared(name)
     backward(model, scaler, 1.0 if max_norm == 0 else float("inf"))
     norm = scaler.clip_grad_norm_(optimizer, max_norm)
@@ -88,7 +88,7 @@ def test_clipping_to_nothing_is_torchs_too(name, max_norm):
         assert scaler.is_enabled() or not all(p.isfinite().all() for p in model.parameters())
 
 
-def test_clip_without_gradients_is_zero_and_after_step_refused():
+def test_clip_without_gradients_returns_zero_and_after_step_is_refused():
     model, optimizer, scaler = prepared("fp16-master")
     assert scaler.clip_grad_norm_(optimizer, 1.0) == 0
     backward(model, scaler)
@@ -97,8 +97,8 @@ def test_clip_without_gradients_is_zero_and_after_step_refused():
         scaler.clip_grad_norm_(optimizer, 1.0)
 
 
-def test_small_fp16_gradients_move_the_weight():
-    """2^-16 after scaling by 2^16 is 2^-32 unscaled, which fp16 has as zero."""
+def test_fp16_gradients_below_its_range_when_unscaled_move_the_weight():
+    """2^-16 after scaling by 2^16 is 2^-32 unscaled, which is zero in fp16."""
     model = torch.nn.Linear(1, 1, bias=False)
     model, optimizer, scaler = prepared("fp16-master", model, torch.optim.SGD(model.parameters(), lr=1.0))
     before = optimizer.state[model.weight]["master"].clone()
@@ -114,7 +114,7 @@ def test_small_fp16_gradients_move_the_weight():
     assert before.shape == (1, 1)
 
 
-def test_fp16_gradients_of_torchs_optimizers_are_not_divided_in_place():
+def test_unscaling_fp16_gradients_of_torchs_optimizers_is_refused():
     half = mlp().half()
     for stock in (torch.optim.SGD(half.parameters(), lr=0.1), torch.optim.SGD(half.parameters(), lr=0.1, fused=True)):
         for p in half.parameters():
@@ -174,7 +174,7 @@ def test_a_disabled_scaler_is_the_identity():
 @pytest.mark.quick("own-False-bf16-master", "own-False-fp16-mixed", "own-True-fp16-master")
 @pytest.mark.parametrize("name", ["bf16-master", "bf16-stochastic", "fp16-mixed", "fp16-master"])
 @pytest.mark.parametrize("unscale", [False, True])
-def test_torchs_scaler_drives_our_optimizer(name, unscale):
+def test_torchs_scaler_works_with_our_optimizer(name, unscale):
     weights = []
     for torchs in (True, False):
         model, optimizer, scaler = prepared(name)
@@ -191,7 +191,7 @@ def test_torchs_scaler_drives_our_optimizer(name, unscale):
     assert_same(weights[0], weights[1])
 
 
-def test_update_ends_the_step_for_the_model_too():
+def test_update_advances_the_models_scaling_states():
     model, optimizer, scaler = prepared("fp32")
     calls = []
     scaler._follower.advance = lambda skipped: calls.append(skipped)
@@ -204,8 +204,8 @@ def test_update_ends_the_step_for_the_model_too():
         scaler.update(1.0)
 
 
-def test_growth_makes_no_step_of_its_own():
-    """The scale changes what is multiplied in and divided out again, and nothing else: powers of two are exact."""
+def test_a_growing_scale_does_not_change_training():
+    """Powers of two are exact."""
     runs = []
     for interval in (1, 1000):
         model, optimizer, scaler = prepared("fp16-mixed")
@@ -217,7 +217,7 @@ def test_growth_makes_no_step_of_its_own():
     torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-3, atol=0)
 
 
-def test_it_says_whether_gradients_were_unscaled():
+def test_is_unscaled_is_true_between_unscaling_and_step():
     model, optimizer, scaler = prepared("fp16-mixed")
     assert not scaler.is_unscaled(optimizer)
     for unscale in (scaler.unscale_, lambda o: scaler.clip_grad_norm_(o, 1.0)):

@@ -1,4 +1,5 @@
-"""The loss scale's trajectory is torch.amp.GradScaler's, step by step; its own options do what they say."""
+"""The loss scale's trajectory equals torch.amp.GradScaler's step by step; options that torch lacks work as
+documented."""
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ class Driver:
         self.scaler = scaler
         self.weight = torch.nn.Parameter(torch.ones(3))
         self.optimizer = torch.optim.SGD([self.weight], lr=0.0)
-        scaler.scale(torch.ones(()))  # torch makes its scale on first use
+        scaler.scale(torch.ones(()))  # torch creates its scale on first use
 
     def step(self, overflow):
         self.weight.grad = torch.tensor([1.0, float("inf") if overflow else 2.0, 3.0])
@@ -35,7 +36,7 @@ class Driver:
         return self.scaler.get_scale(), self.scaler.state_dict()["_growth_tracker"]
 
 
-def test_the_trace_that_was_worked_out_by_hand():
+def test_the_scale_follows_a_hand_computed_trace():
     ours, theirs = Driver(LossScaler(growth_interval=4)), Driver(torchs(growth_interval=4))
     for flag, scale, tracker in zip(FLAGS, SCALES, TRACKERS, strict=True):
         assert ours.step(flag) == theirs.step(flag) == (scale, tracker)
@@ -50,7 +51,7 @@ def test_the_trace_that_was_worked_out_by_hand():
     interval=st.integers(1, 4),
     init=st.sampled_from([2.0**16, 1000.1, 2.0**127, 3e38]),
 )
-def test_any_sequence_is_torchs(flags, growth, backoff, interval, init):
+def test_any_sequence_matches_torch(flags, growth, backoff, interval, init):
     options = {
         "init_scale": init, "growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval
     }  # fmt: skip
@@ -64,7 +65,7 @@ def test_growth_stops_below_infinity():
     assert ours.step(False) == (2.0**127, 0)
 
 
-def test_scaled_losses_are_torchs():
+def test_scaled_losses_match_torch():
     for loss in (torch.tensor(3.0), torch.tensor(3.0).bfloat16(), torch.ones(2).half(), torch.ones(2)):
         ours, theirs = LossScaler(init_scale=8.0).scale(loss), torchs(init_scale=8.0).scale(loss)
         torch.testing.assert_close(ours, theirs)
@@ -75,7 +76,7 @@ def test_scaled_losses_are_torchs():
         LossScaler().scale(1.0)
 
 
-def test_state_has_torchs_five_keys_and_goes_both_ways():
+def test_states_have_torchs_keys_and_load_both_ways():
     ours, theirs = Driver(LossScaler(growth_interval=3)), Driver(torchs(growth_interval=3))
     for flag in (0, 1, 0, 0, 0, 0):
         ours.step(flag)
@@ -88,13 +89,13 @@ def test_state_has_torchs_five_keys_and_goes_both_ways():
         assert fresh.step(flag) == theirs.step(flag)
 
 
-def test_a_state_that_lacks_keys_is_refused():
+def test_a_state_without_torchs_keys_is_refused():
     with pytest.raises(LossScaleError, match=r"lacks scale, growth_factor.*five keys.*disabled scaler"):
         LossScaler().load_state_dict(LossScaler(enabled=False).state_dict())
     LossScaler(enabled=False).load_state_dict({})
 
 
-def test_the_accessors_are_torchs():
+def test_getters_and_setters_work_like_torchs():
     ours = LossScaler()
     ours.set_growth_factor(3.0)
     ours.set_backoff_factor(0.25)
@@ -106,7 +107,7 @@ def test_the_accessors_are_torchs():
     assert LossScaler(enabled=False).get_scale() == 1.0
 
 
-def test_update_takes_a_new_scale():
+def test_update_accepts_a_new_scale():
     ours, theirs = LossScaler(), torchs()
     theirs.scale(torch.ones(()))
     for new in (8.0, torch.tensor(0.1)):
@@ -115,7 +116,7 @@ def test_update_takes_a_new_scale():
         assert ours.get_scale() == theirs.get_scale()
 
 
-def test_the_floor_is_an_error_that_names_the_parameter_and_what_to_try():
+def test_overflow_at_min_scale_is_an_error_that_names_the_parameter():
     ours = Driver(LossScaler(init_scale=4.0, min_scale=1.0))
     ours.scaler._names = {ours.weight: "layer.weight"}
     assert ours.step(True)[0] == 2.0
@@ -125,7 +126,7 @@ def test_the_floor_is_an_error_that_names_the_parameter_and_what_to_try():
 
 
 @pytest.mark.filterwarnings("ignore:20 steps in a row were skipped")
-def test_a_static_scale_skips_but_stays_and_gives_up_in_the_end():
+def test_a_static_scale_skips_without_changing_and_finally_raises():
     ours = Driver(LossScaler(init_scale=128.0, dynamic=False, growth_interval=1))
     for flag in (0, 0, 1, 0, 1):
         assert ours.step(flag)[0] == 128.0
@@ -137,7 +138,7 @@ def test_a_static_scale_skips_but_stays_and_gives_up_in_the_end():
 
 
 def deepspeed(flags, hysteresis, window, scale=2.0**16):
-    """DeepSpeed's DynamicLossScaler.update_scale (consecutive_hysteresis=False), as its source has it."""
+    """DeepSpeed's DynamicLossScaler.update_scale (consecutive_hysteresis=False), from its source."""
     patience, last_overflow, trace = hysteresis, -1, []
     for iteration, overflow in enumerate(flags):
         if overflow:
@@ -154,7 +155,7 @@ def deepspeed(flags, hysteresis, window, scale=2.0**16):
 
 
 @given(flags=st.lists(st.booleans(), max_size=25), hysteresis=st.integers(1, 3), window=st.integers(1, 4))
-def test_hysteresis_is_deepspeeds(flags, hysteresis, window):
+def test_hysteresis_matches_deepspeed(flags, hysteresis, window):
     ours = Driver(LossScaler(hysteresis=hysteresis, growth_interval=window, min_scale=1e-30))
     assert [ours.step(flag)[0] for flag in flags] == deepspeed(flags, hysteresis, window)
 
@@ -189,7 +190,7 @@ def test_impossible_options_are_refused(options, words):
 
 
 @pytest.mark.parametrize("options", [{}, {"dynamic": False}, {"hysteresis": 8}])
-def test_twenty_skips_in_a_row_are_said_once(options):
+def test_twenty_skips_in_a_row_warn_once(options):
     weight = torch.nn.Parameter(torch.ones(3))
     driver = Driver(LossScaler(init_scale=2.0**40, **options))
     driver.weight, driver.optimizer = weight, torch.optim.SGD([weight], lr=0.0)
@@ -207,12 +208,12 @@ def test_twenty_skips_in_a_row_are_said_once(options):
         driver.step(True)
 
 
-NOTHING = (float("nan"), float("inf"), 1e300, 0.0, -1.0)
+INVALID = (float("nan"), float("inf"), 1e300, 0.0, -1.0)
 
 
-def test_scales_that_scale_nothing_are_refused():
+def test_invalid_scales_are_refused():
     state = LossScaler().state_dict()
-    for wrong in NOTHING:
+    for wrong in INVALID:
         for options in ({"init_scale": wrong}, {"min_scale": wrong}):
             with pytest.raises(LossScaleError, match="expected positive scales that float32 holds"):
                 LossScaler(**options)

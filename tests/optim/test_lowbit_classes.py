@@ -1,4 +1,4 @@
-"""AdamW in few bits without `prepare`: in a stranger's loop, beside torch's, saved, loaded, cast and refused."""
+"""Low-bit AdamW classes without `prepare`: in a plain loop, compared with torch, saved, loaded, cast and refused."""
 
 import copy
 import io
@@ -29,7 +29,7 @@ def net(dtype=torch.float32):
 
 
 def train(model, optimizer, steps, first=0, scheduler=None):
-    """Somebody's loop: clipping and a scheduler of torch's."""
+    """A plain training loop with torch's clipping and a scheduler."""
     losses = []
     for step in range(first, first + steps):
         x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
@@ -45,7 +45,7 @@ def train(model, optimizer, steps, first=0, scheduler=None):
 
 
 @pytest.mark.parametrize("kind", slow_unless({AdamW8bit}.__contains__, CLASSES.values()))
-def test_it_trains_as_its_recipe_does(kind):
+def test_a_class_trains_like_its_recipe(kind):
     model = net()
     optimizer = kind(model.parameters(), lr=3e-3, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
@@ -61,15 +61,15 @@ def test_it_trains_as_its_recipe_does(kind):
     assert optimizer.state[model[0].weight]["exp_avg"].element_size() == 1
 
 
-def test_in_float32_it_is_torchs():
+def test_low_bit_adamw_with_float32_moments_matches_torch():
     model, other = net(), net()
     losses = train(model, LowBitAdamW(model.parameters(), moments="fp32"), 20)
     assert losses == pytest.approx(train(other, torch.optim.AdamW(other.parameters()), 20), rel=1e-6)
 
 
 @every_class
-def test_states_go_to_torchs_optimizer_and_back(kind):
-    """From float32 moments once rounded, and to them exactly."""
+def test_states_load_from_and_into_torchs_adamw(kind):
+    """From float32 moments, rounded once; and into them exactly."""
     model = net()
     stock = torch.optim.AdamW(model.parameters(), lr=1e-3)
     train(model, stock, 3)
@@ -92,7 +92,7 @@ def test_states_go_to_torchs_optimizer_and_back(kind):
 
 
 @every_class
-def test_a_run_resumes_bit_for_bit_through_a_file(kind):
+def test_a_run_resumed_from_a_file_is_exact(kind):
     model = net()
     optimizer = kind(model.parameters(), lr=3e-3)
     train(model, optimizer, 3)
@@ -109,7 +109,7 @@ def test_a_run_resumes_bit_for_bit_through_a_file(kind):
 
 
 @every_class
-def test_copies_step_alike(kind):
+def test_deep_copies_train_identically(kind):
     model = net()
     optimizer = kind(model.parameters())
     train(model, optimizer, 2)
@@ -119,7 +119,7 @@ def test_copies_step_alike(kind):
 
 
 @every_class
-def test_options_that_people_know(kind):
+def test_groups_and_options_work_like_torchs(kind):
     model = net()
     groups = [{"params": [model[0].weight], "lr": 1e-2, "weight_decay": 0.0}, {"params": [model[2].weight]}]
     optimizer = kind(groups, lr=1e-4, betas=(0.8, 0.9), eps=1e-6)
@@ -135,7 +135,7 @@ def test_options_that_people_know(kind):
         kind([nn.Parameter(torch.zeros(4, dtype=torch.complex64))])
 
 
-def test_gradients_that_are_absent_or_sparse():
+def test_missing_gradients_are_skipped_and_sparse_ones_refused():
     model = nn.ModuleDict(
         {"used": nn.Linear(64, 64), "unused": nn.Linear(64, 64), "table": nn.Embedding(8, 4, sparse=True)}
     )
@@ -152,7 +152,7 @@ def test_gradients_that_are_absent_or_sparse():
 
 
 @pytest.mark.slow
-def test_blocks_and_small_parameters():
+def test_block_size_and_min_8bit_size_apply():
     model = net()
     sizes = {}
     for block in (64, 256):
@@ -165,7 +165,7 @@ def test_blocks_and_small_parameters():
         AdamW8bit(model.parameters(), block_size=-1)
 
 
-def test_what_16_bit_weights_lose_is_said():
+def test_16_bit_weights_warn_without_stochastic_rounding():
     with pytest.warns(UserWarning, match="AdamW8bit: parameters in torch.bfloat16 .* bf16_stochastic_round=True"):
         AdamW8bit(net(torch.bfloat16).parameters())
     with warnings.catch_warnings():
@@ -176,7 +176,9 @@ def test_what_16_bit_weights_lose_is_said():
     losses = train(model, optimizer, 40)
     assert losses[-1] < losses[0]
     late = net()
-    optimizer = AdamW8bit(late.parameters(), min_8bit_size=10**6)  # of the weights, however moments are kept
+    optimizer = AdamW8bit(
+        late.parameters(), min_8bit_size=10**6
+    )  # the warning is about weights, whatever the moments' storage
     late.to(torch.bfloat16)
     with pytest.warns(UserWarning, match="those below half a unit in the last place are lost"):
         train(late, optimizer, 1)
@@ -184,7 +186,7 @@ def test_what_16_bit_weights_lose_is_said():
     assert train(again, AdamW8bit(again.parameters(), bf16_stochastic_round=True, generator=3), 40) == losses
 
 
-def test_a_grad_scaler_of_torchs_divides_and_skips():
+def test_torchs_grad_scaler_unscales_and_skips():
     model = net()
     optimizer = AdamW8bit(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
@@ -201,14 +203,14 @@ def test_a_grad_scaler_of_torchs_divides_and_skips():
     assert float(optimizer.state[model[0].weight]["step"]) == 1
 
 
-def test_a_description_of_how_moments_are_kept():
+def test_low_bit_adamw_accepts_a_storage_per_moment():
     optimizer = LowBitAdamW(net().parameters(), moments=(("exp_avg", get_storage("mxfp8_e4m3")), ("*", "bf16")))
     assert optimizer.recipe.moment("exp_avg").quantizer == halfstep.get_quantizer("mxfp8_e4m3")
     with pytest.raises(halfstep.HalfstepError, match="unknown format 'fp9'"):
         LowBitAdamW(net().parameters(), moments="fp9")
 
 
-def test_beside_a_models_recipe():
+def test_a_class_trains_a_model_under_apply_and_prepare_refuses_it():
     """`apply` rounds the products, and the optimizer is one's own; `prepare` refuses it and says so."""
     model = net()
     with pytest.raises(OptimizerError, match=r"AdamW8bit is halfstep's own.*or call halfstep.apply\(model, recipe\)"):
@@ -220,7 +222,7 @@ def test_beside_a_models_recipe():
 
 
 @pytest.mark.parametrize(("kind", "size"), [(AdamW8bit, 2.03125), (AdamWFp8, 2.03125), (CoatAdamW, 2.1875)])
-def test_bytes_of_live_states(kind, size):
+def test_measured_state_bytes_equal_the_recipes(kind, size):
     model = nn.Linear(256, 256, bias=False)
     optimizer = kind(model.parameters())
     model(torch.ones(1, 256)).sum().backward()
@@ -229,7 +231,7 @@ def test_bytes_of_live_states(kind, size):
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", get_recipe("adamw-8bit").moments, get_recipe("coat").moments])
-def test_a_state_that_somebody_cut_is_an_error_and_no_memory_is_read_beyond_it(moments):
+def test_a_truncated_state_is_an_error(moments):
     model = nn.Linear(64, 64, bias=False)
     optimizer = LowBitAdamW(model.parameters(), moments=moments)
     for _ in range(2):
@@ -243,14 +245,14 @@ def test_a_state_that_somebody_cut_is_an_error_and_no_memory_is_read_beyond_it(m
             optimizer.step()
 
 
-BAD = {"no square in float32": 1e25, "infinite": torch.inf, "no number": torch.nan}
+BAD = {"its square overflows": 1e25, "infinite": torch.inf, "NaN": torch.nan}
 SHARING = ("adamw-8bit", "fp8-adam", "coat", "fp8-fishman", "fp8lm-o2")
-"""Recipes whose moments are codes under scales that elements share."""
+"""Recipes whose moments are codes with scales shared by several elements."""
 
 
 @pytest.mark.parametrize("recipe", slow_unless({"adamw-8bit", "coat"}.__contains__, SHARING))
-def test_a_gradient_that_has_no_moments_takes_no_other_element_with_it(recipe):
-    """Weights are finite where torch's are, by the kernel and by the rule alike."""
+def test_a_nonfinite_gradient_does_not_affect_other_elements(recipe):
+    """Weights are finite where torch's are, with the kernel and with the reference."""
     for grad in BAD.values():
         found = []
         for fused in (True, False, None):
@@ -280,7 +282,7 @@ def test_a_gradient_that_has_no_moments_takes_no_other_element_with_it(recipe):
 
 @pytest.mark.slow
 @for_each("rule", [halfstep.optim.Lion, lambda p, lr: torch.optim.SGD(p, lr, 0.9), torch.optim.RMSprop])
-def test_the_same_of_other_rules(rule):
+def test_a_nan_gradient_does_not_affect_other_elements_under_other_rules(rule):
     model = nn.Linear(512, 8, bias=False)
     moments = (("*", get_recipe("fp8-adam").moment("exp_avg")),)
     recipe = halfstep.Recipe(name="kept", summary="", source="", moments=moments)

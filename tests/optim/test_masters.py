@@ -1,4 +1,4 @@
-"""Masters of every kind: exact where they say so, close where they approximate, fused equal to the reference."""
+"""Masters of every kind: exact or approximate as documented, and the fused update equals the reference."""
 
 import copy
 
@@ -15,7 +15,7 @@ from tiny import adamw, assert_same, copied, mlp, prepared, train
 
 pytestmark = pytest.mark.cpu
 KINDS = list_masters()
-BESIDE = ["bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-light", "bf16-collage-plus"]
+RECIPES = ["bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-light", "bf16-collage-plus"]
 
 
 def start(kind, value, count=1):
@@ -25,7 +25,7 @@ def start(kind, value, count=1):
 
 
 def moved(kind, value, update, times):
-    """The weight, and all that is stored of it, after adding `update` that many times."""
+    """The weight and the master's value after adding `update` that many times."""
     master = get_master(kind)
     weight, kept = start(kind, value)
     for _ in range(times):
@@ -33,8 +33,8 @@ def moved(kind, value, update, times):
     return weight.item(), master.value(weight, kept).item()
 
 
-def test_names_and_bytes():
-    """As `checkpoint.roles` and the docs have them."""
+def test_names_and_bytes_of_masters():
+    """As in `checkpoint.roles` and the docs."""
     expected = {"fp32": ("master", 4), "split": ("low", 2), "kahan": ("compensation", 2), "collage": ("residual", 2)}
     expected["residue"] = ("residue", 1)
     assert expected.keys() == set(list_masters()) == set(KINDS)
@@ -43,23 +43,23 @@ def test_names_and_bytes():
         assert get_master(kind).bytes == size
 
 
-def test_an_unknown_master_shows_what_there_is():
+def test_an_unknown_master_is_refused_with_the_nearest_name():
     with pytest.raises(halfstep.HalfstepError, match="unknown master 'kahn'; nearest: kahan"):
         get_master("kahn")
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("none", 1.0), ("split", 2.0), ("fp32", 2.0)])
-def test_small_additions(kind, expected):
-    """2^-12 added 4096 times to 1: plain bfloat16 does not move, exact masters reach 2."""
+def test_exact_masters_accumulate_small_additions(kind, expected):
+    """2^-12 added 4096 times to 1: plain bfloat16 does not change, exact masters reach 2."""
     assert moved(kind, 1.0, 2.0**-12, 4096) == (expected, expected)
 
 
-def test_small_additions_grow_to_within_an_ulp():
+def test_collage_accumulates_small_additions_to_within_an_ulp():
     assert moved("collage", 1.0, 2.0**-12, 4096)[1] == pytest.approx(2.0, abs=2.0**-7)
 
 
-def test_kahan_follows_a_long_walk():
-    """The published figures: from 1, 2000 times -1e-4; bfloat16 alone stays at 1, exactly it is 0.8."""
+def test_kahan_reaches_the_published_sum():
+    """From 1, 2000 times -1e-4: exactly 0.8; bfloat16 alone stays at 1."""
     weight, value = moved("kahan", 1.0, -1e-4, 2000)
     assert weight == pytest.approx(0.8008, abs=5e-4)
     assert value == pytest.approx(0.8011, abs=5e-4)
@@ -67,8 +67,8 @@ def test_kahan_follows_a_long_walk():
 
 
 @pytest.mark.slow
-def test_kahan_is_itself_bfloat16():
-    """1e5 terms of bf16(1e-3): bfloat16 sticks at 0.5, Kahan is 1.8 % low, for its compensation rounds too."""
+def test_kahans_compensation_is_limited_to_bfloat16():
+    """1e5 terms of bf16(1e-3): bfloat16 stops at 0.5, and Kahan is 1.8 % too low, since its compensation is rounded."""
     term = torch.tensor(1e-3).bfloat16().item()
     assert moved("none", 0.0, term, 2000)[0] == 0.5
     weight, value = moved("kahan", 0.0, term, 100_000)
@@ -78,7 +78,7 @@ def test_kahan_is_itself_bfloat16():
 
 @pytest.mark.parametrize("bits", [0, 0x3F800000, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x00000001, 0x00408000])
 @pytest.mark.parametrize("sign", [0, -(2**31)])
-def test_split_halves_rebuild_any_float32(bits, sign):
+def test_split_halves_restore_any_float32(bits, sign):
     full = torch.tensor([bits + sign], dtype=torch.int32).view(torch.float32)
     weight = torch.empty(1, dtype=torch.bfloat16)
     split = get_master("split")
@@ -87,7 +87,7 @@ def test_split_halves_rebuild_any_float32(bits, sign):
     same_bits(weight, halfstep.round_to(full, "bf16", "nearest_away", "ieee", dtype=torch.bfloat16))
 
 
-def test_split_halves_rebuild_random_float32():
+def test_split_halves_restore_random_float32():
     full = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int32).view(torch.float32)
     full = full[full.isfinite()]
     weight = torch.empty(full.shape, dtype=torch.bfloat16)
@@ -96,7 +96,7 @@ def test_split_halves_rebuild_random_float32():
 
 
 def test_a_residue_is_float32_rounded_to_16_significant_bits():
-    """By numpy: the significand times 2^16, rounded to even; in float64, where both are exact."""
+    """Compared with numpy's rint of the significand times 2^16, in float64, where both are exact."""
     full = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int32).view(torch.float32)
     full = full[full.isfinite() & (full.abs() > 2.0**-126) & (full.abs() < 2.0**127)]
     weight = torch.empty(full.shape, dtype=torch.bfloat16)
@@ -110,9 +110,9 @@ def test_a_residue_is_float32_rounded_to_16_significant_bits():
     same_bits(weight, halfstep.round_to(wide, "bf16", "nearest_away", "ieee", dtype=torch.bfloat16))
 
 
-def test_a_residue_keeps_updates_that_bfloat16_loses_and_stays_finite():
+def test_a_residue_accumulates_small_updates_and_handles_nonfinite_values():
     assert moved("residue", 1.0, 2.0**-12, 4096) == (2.0, 2.0)
-    assert moved("residue", 1.0, 2.0**-16, 9)[1] == 1.0  # half a spacing of its own is a tie, and goes to even
+    assert moved("residue", 1.0, 2.0**-16, 9)[1] == 1.0  # half of its spacing is a tie, and rounds to even
     weight, kept = start("residue", 1 - 2.0**-10)
     residue = get_master("residue")
     for value in (float("inf"), float("-inf"), float("nan"), 3.4e38):
@@ -126,8 +126,8 @@ def test_a_residue_keeps_updates_that_bfloat16_loses_and_stays_finite():
 
 
 @pytest.mark.slow
-def test_split_is_bitwise_an_fp32_master():
-    """200 steps beside a reference: an fp32 AdamW whose forward uses the weights rounded to nearest, ties away."""
+def test_split_equals_an_fp32_master_bit_for_bit():
+    """200 steps, compared with an fp32 AdamW whose forward uses the weights rounded to nearest, ties away."""
     model, optimizer, scaler = prepared("bf16-split")
     twin = copy.deepcopy(model)
     full = [get_master(optimizer.recipe.master).read(p, optimizer.state[p]) for p in model.parameters()]
@@ -154,8 +154,8 @@ def test_split_is_bitwise_an_fp32_master():
 
 
 @pytest.mark.quick("bf16-master", "bf16-kahan")
-@pytest.mark.parametrize("recipe", BESIDE)
-def test_fused_equals_the_reference(recipe):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_fused_update_equals_the_reference(recipe):
     results = []
     for watched in (False, True):
         model, optimizer, scaler = prepared(recipe)
@@ -168,8 +168,8 @@ def test_fused_equals_the_reference(recipe):
     assert_same(*results)
 
 
-@pytest.mark.parametrize("recipe", BESIDE)
-def test_what_is_kept_follows_a_weight_that_somebody_overwrites(recipe):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_masters_follow_an_overwritten_weight(recipe):
     model, optimizer, scaler = prepared(recipe)
     train(model, optimizer, scaler, steps=5)
     weight = model[0].weight
@@ -181,9 +181,9 @@ def test_what_is_kept_follows_a_weight_that_somebody_overwrites(recipe):
     torch.testing.assert_close(value, torch.full_like(value, 2.0**-20), rtol=2.0**-8, atol=0)
 
 
-@pytest.mark.parametrize("recipe", BESIDE)
-def test_nothing_of_the_first_weights_is_lost(recipe):
-    """The masters are taken before the weights are rounded; 16 more bits than bfloat16's 8 hold all or nearly all."""
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_masters_start_from_the_unrounded_weights(recipe):
+    """16 bits more than bfloat16's 8 hold all or nearly all of float32's."""
     full = {name: p.detach().clone() for name, p in mlp().named_parameters()}
     model, optimizer, _ = prepared(recipe)
     exact = get_recipe(recipe).master in ("fp32", "split")
@@ -193,8 +193,8 @@ def test_nothing_of_the_first_weights_is_lost(recipe):
 
 
 @pytest.mark.slow
-def test_second_moments_of_two_numbers_converge():
-    """v with a constant g and beta2 = 0.999: bfloat16 sticks, since 1 - 0.001 is 1 there; the pair reaches g^2."""
+def test_second_moments_with_a_residual_converge():
+    """v with a constant g and beta2 = 0.999: bfloat16 stops, since 1 - 0.001 rounds to 1; the pair reaches g^2."""
     v = {}
     for recipe in ("bf16-collage-light", "bf16-collage-plus"):
         weight = torch.nn.Parameter(torch.ones(4))
@@ -212,7 +212,7 @@ def test_second_moments_of_two_numbers_converge():
 
 @pytest.mark.parametrize("recipe", ["bf16-fp32grad", "bf16-megatron"])
 def test_gradients_accumulate_in_float32(recipe):
-    """256 micro-batches whose gradients are 1 and then 2^-9: in bfloat16 the small ones would vanish."""
+    """256 micro-batches whose gradients are 1 and then 2^-9, which would vanish in bfloat16."""
     model = torch.nn.Linear(1, 1, bias=False)
     model, _, _ = halfstep.prepare(model, adamw(model), recipe)
     for copied_model in (model, copy.deepcopy(model)):

@@ -1,4 +1,4 @@
-"""Moments in any format, with scales and residuals: each step is fp32's, with the moments rounded in between."""
+"""Moments in any format, with scales and residuals: each step equals float32's, with the moments rounded in between."""
 
 import copy
 import io
@@ -27,8 +27,8 @@ from halfstep.tracking.step import vanished_states
 from tiny import adamw, assert_same, batch, copied, mlp, nameless, prepared, train
 
 
-NOBODYS = """
-name = "nobodys"
+CUSTOM = """
+name = "custom"
 base = "fp8-delayed"
 
 [codes]                         # the weights that rules round, with an fp16 master
@@ -64,7 +64,7 @@ def recipe_with(moments, base="fp32"):
 
 
 def rounded(kind, x):
-    """What a moment becomes in memory."""
+    """A moment's values after storing."""
     x = x.detach().clone()
     first = x.to(kind.dtype).float() if kind.dtype else kind.quantizer(x)
     if not kind.residual:
@@ -78,7 +78,7 @@ def rounded(kind, x):
     ("kind", "optimizer"),
     slow_unless(in_turn([*KINDS], [*OPTIMIZERS]).__contains__, itertools.product(KINDS, OPTIMIZERS)),
 )
-def test_each_step_is_fp32s_with_moments_that_are_rounded_after_it(kind, optimizer):
+def test_each_step_equals_float32s_with_rounded_moments(kind, optimizer):
     recipe, build = recipe_with(KINDS[kind]), OPTIMIZERS[optimizer]
     model, optimizer, scaler = prepared(recipe, model := mlp(), build(model))
     twin, plain, plain_scaler = prepared("fp32", twin := mlp(), build(twin))
@@ -92,13 +92,13 @@ def test_each_step_is_fp32s_with_moments_that_are_rounded_after_it(kind, optimiz
 
 
 BASES = ["fp32", "bf16-kahan", "bf16-stochastic", "fp8lm-o3"]
-ALONE = ("expansion", "tensor")  # the first is CoatAdamW's (test_lowbit_classes.py), the other compiled for this alone
+ALONE = ("expansion", "tensor")  # CoatAdamW's (test_lowbit_classes.py), and one that would be compiled only for this
 RESUMED = [case for case in in_turn([*KINDS], BASES) if case[0] not in ALONE]
 
 
 @pytest.mark.quick("blocks-fp32", "no scale-bf16-stochastic", "codes twice-fp32")
 @pytest.mark.parametrize(("kind", "base"), slow_unless(RESUMED.__contains__, itertools.product(KINDS, BASES)))
-def test_a_resume_is_bit_for_bit_and_holds_the_codes(kind, base):
+def test_a_resumed_run_is_exact_and_keeps_the_codes(kind, base):
     recipe = recipe_with(KINDS[kind], base)
     model, optimizer, scaler = prepared(recipe)
     train(model, optimizer, scaler)
@@ -121,9 +121,9 @@ def test_a_resume_is_bit_for_bit_and_holds_the_codes(kind, base):
 
 
 @pytest.mark.slow
-def test_a_recipe_that_nobody_has_named_trains_as_its_file_says(tmp_path):
-    (tmp_path / "nobodys.toml").write_text(NOBODYS)
-    recipe = get_recipe(str(tmp_path / "nobodys.toml"))
+def test_a_custom_recipe_trains_with_the_storages_in_its_file(tmp_path):
+    (tmp_path / "custom.toml").write_text(CUSTOM)
+    recipe = get_recipe(str(tmp_path / "custom.toml"))
     assert from_data(to_data(recipe), get_recipe) == recipe
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.GELU(), nn.Linear(64, 32, bias=False))
@@ -144,7 +144,7 @@ def test_a_recipe_that_nobody_has_named_trains_as_its_file_says(tmp_path):
     assert "exp_avg float8_e4m3fn (floor, 1x32), exp_avg_sq bf16 with a residual" in " ".join(recipe.describe().split())
 
 
-def test_what_torchs_optimizer_knows_is_rounded():
+def test_moments_of_torchs_optimizer_are_rounded_when_taken_over():
     recipe = recipe_with(KINDS["codes twice"])
     model = mlp()
     stock = adamw(model)
@@ -168,7 +168,7 @@ def test_what_torchs_optimizer_knows_is_rounded():
                 assert_same(sum(q.dequantize() for q in found), rounded(kind, before[number][name]))
 
 
-def test_codes_of_another_format_are_decoded_and_said_to_be_rounded_anew():
+def test_codes_of_another_format_are_rounded_again_with_a_warning():
     saved = {}
     for name in ("mxfp8_e4m3", "mxfp8_e5m2", "fp32"):
         model, optimizer, scaler = prepared(recipe_with(name))
@@ -205,8 +205,8 @@ def read(name, state, parameter):
     return halfstep.ops.codes.read(get_storage(name), "exp_avg", state, tuple(parameter.shape))
 
 
-def test_a_wider_or_narrower_recipe_takes_over_a_sum():
-    """Two numbers become one, and one two, by their value."""
+def test_moments_with_a_residual_load_into_a_recipe_without():
+    """By the sum of both tensors."""
     model, optimizer, scaler = prepared("bf16-collage-plus")
     train(model, optimizer, scaler)
     state = optimizer.state_dict()
@@ -227,7 +227,7 @@ def test_a_wider_or_narrower_recipe_takes_over_a_sum():
         ("llm_int8", "moments: stored with outliers = 6"),
     ],
 )
-def test_moments_that_cannot_be_kept_are_refused(moments, words):
+def test_unsupported_storages_of_moments_are_refused(moments, words):
     with pytest.raises(RecipeError, match=words):
         recipe_with(moments)
 
@@ -243,21 +243,21 @@ def test_moments_that_cannot_be_kept_are_refused(moments, words):
         ("exp_avg = 3", "exp_avg = 3 found; expected a name or a table"),
     ],
 )
-def test_a_file_says_where_moments_are_wrong(tmp_path, table, words):
+def test_invalid_moments_in_a_file_are_refused_with_their_position(tmp_path, table, words):
     path = tmp_path / "mine.toml"
     path.write_text(f'name = "mine"\n[moments]\n{table}\n')
     with pytest.raises(RecipeError, match=rf"mine.toml(:\d|, line \d|.*3).*{re.escape(words)}|{re.escape(words)}"):
         get_recipe(str(path))
 
 
-def test_shards_have_whole_tiles_or_none():
-    """Of a parameter of 4 x 32 over 2 ranks."""
+def test_moments_of_shards_with_partial_tiles_stay_in_float32():
+    """A parameter of 4 x 32 over 2 ranks."""
 
-    class Spread(torch.Tensor):
+    class Sharded(torch.Tensor):
         placements = (Shard(0),)
         device_mesh = torch.zeros(2)
 
-    whole = torch.zeros(4, 32).as_subclass(Spread)
+    whole = torch.zeros(4, 32).as_subclass(Sharded)
     for kind, expected in (
         (get_storage("mxfp8_e4m3"), True),
         (get_storage("dynamic8", flat=True), False),
@@ -279,7 +279,7 @@ def test_shards_have_whole_tiles_or_none():
 
 @pytest.mark.quick("mxfp8_e4m3", "nvfp4", "fp32")
 @pytest.mark.parametrize("name", ["fp32", "bf16", "e4m3fn", "mxfp8_e4m3", "mxfp4", "nvfp4", "nf4", "fp8_block"])
-def test_bytes_are_those_of_whole_tiles(name):
+def test_the_storages_bytes_per_element_are_those_of_the_tensors(name):
     try:
         kind = get_storage(name)
     except RecipeError:
@@ -300,7 +300,7 @@ def of_tensor(format, rule):
     return get_storage(Quantizer(formats.get(format), scales=Scales(TENSOR, get_scaling(rule))))
 
 
-ONE_PASS = {
+FUSED = {
     "dynamic maps": (("exp_avg", "dynamic8"), ("*", blocked("dynamic8_unsigned", 256))),
     "mx": "mxfp8_e4m3",
     "mx and numbers": (("exp_avg", "mxfp8_e5m2"), ("exp_avg_sq", get_storage("bf16", residual=True))),
@@ -317,7 +317,7 @@ ONE_PASS = {
 
 
 MIXED = ("mx and numbers", "one of two", "absmax", "rceil", "integers", "expansion")
-"""Of what others have, or a recipe's that conformance/test_every_master.py loads; compiled anew."""
+"""Slow, since each is another compilation; others or conformance/test_every_master.py cover their parts."""
 
 
 @pytest.mark.quick("dynamic maps", "mx", "fishman's")
@@ -325,14 +325,14 @@ MIXED = ("mx and numbers", "one of two", "absmax", "rceil", "integers", "expansi
     ("moments", "base"),
     [
         pytest.param(moments, "fp32", id=name, marks=pytest.mark.slow if name in MIXED else ())
-        for name, moments in ONE_PASS.items()
+        for name, moments in FUSED.items()
     ]
     + [
-        pytest.param(ONE_PASS["mx"], base, id=base, marks=pytest.mark.slow)
+        pytest.param(FUSED["mx"], base, id=base, marks=pytest.mark.slow)
         for base in ("bf16-master", "bf16-stochastic", "bf16-kahan")
     ],
 )
-def test_codes_in_blocks_advance_in_one_pass_bit_for_bit(moments, base):
+def test_the_fused_step_on_coded_moments_equals_the_reference(moments, base):
     found = []
     for fused in (True, False):
         torch.manual_seed(0)
@@ -366,14 +366,12 @@ UNUSUAL = ("bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-light")
         ],
     ),
 )
-def test_unusual_tiles_advance_bit_for_bit(moments, base):
-    """Codes that are NaN, negative zeros, and scales of any size, in the middle of a chunk: what follows it too."""
+def test_the_fused_step_on_unusual_codes_and_scales_equals_the_reference(moments, base):
+    """NaN codes, negative zeros, and scales of any size, in the middle of a chunk."""
     found = []
     for fused in (True, False):
         torch.manual_seed(0)
-        model, optimizer, _ = prepared(
-            recipe_with(ONE_PASS[moments], base), nn.Linear(512, 80, bias=False), generator=0
-        )
+        model, optimizer, _ = prepared(recipe_with(FUSED[moments], base), nn.Linear(512, 80, bias=False), generator=0)
         own, seen = optimizer.rule.fused if fused else no_fused_update, []
         optimizer.rule = replace(
             optimizer.rule, fused=lambda step, own=own, seen=seen: seen.append(own(step)) or seen[-1]
@@ -386,7 +384,7 @@ def test_unusual_tiles_advance_bit_for_bit(moments, base):
             for name in ("exp_avg", "exp_avg_sq") if step < 2 else ():
                 codes, scale = optimizer.state[weight][name].view(torch.uint8), optimizer.state[weight][name + "_scale"]
                 codes[10, 256:] = torch.arange(256, dtype=torch.uint8)
-                codes[11, 260] = 0x7C  # E5M2's infinity, alone
+                codes[11, 260] = 0x7C  # E5M2's infinity
                 codes[50 + step, :256] = 0x80
                 for i, unusual in enumerate([0.0, 1e-45, 1e-39, 1e-37, 1e29, 1e31, 3e38, torch.inf, torch.nan]):
                     scale[20 + i, 0] = unusual
@@ -398,12 +396,12 @@ def test_unusual_tiles_advance_bit_for_bit(moments, base):
 
 @pytest.mark.slow  # seconds of compiling; tests/kernels/test_cpu_optimizer.py has threads
 def test_threads_change_no_bit_of_expanded_moments():
-    """The parallel kernel is compiled apart, and takes fewer kinds of arguments."""
+    """The parallel kernel is compiled separately and takes fewer kinds of arguments."""
     found = []
     for threads in (1, 2):
-        torch.set_num_threads(threads)  # the next test has its own again
+        torch.set_num_threads(threads)  # the next test's fixture resets it
         torch.manual_seed(0)
-        model, optimizer, _ = prepared(recipe_with(ONE_PASS["in sixteenths"]), nn.Linear(512, 80, bias=False))
+        model, optimizer, _ = prepared(recipe_with(FUSED["in sixteenths"]), nn.Linear(512, 80, bias=False))
         model.weight.grad = torch.randn(80, 512)
         optimizer.step()
         found.append([model.weight.detach(), *optimizer.state[model.weight].values()])
@@ -412,14 +410,14 @@ def test_threads_change_no_bit_of_expanded_moments():
 
 
 def eight_bit(smallest=0):
-    """bitsandbytes' states: the dynamic maps, blocks of 256 of the tensor laid out flat."""
+    """bitsandbytes' storages: dynamic maps, in blocks of 256 elements of the flattened tensor."""
     options = {"flat": True, "smallest": smallest}
     second = Quantizer(formats.get("dynamic8_unsigned"), scales=Scales(Tile(1, 256), get_scaling("absmax")))
     return (("exp_avg", get_storage("dynamic8", **options)), ("*", get_storage(second, **options)))
 
 
 @pytest.mark.parametrize("shape", [(40, 256), (33, 100), (3, 5, 7), (512,), (1,)])
-def test_flat_blocks_are_those_of_the_flattened_tensor(shape):
+def test_flat_storages_equal_those_of_the_flattened_tensor(shape):
     torch.manual_seed(0)
     parameter, row = nn.Parameter(torch.randn(shape)), None
     module = nn.Module()
@@ -441,7 +439,7 @@ def test_flat_blocks_are_those_of_the_flattened_tensor(shape):
     assert optimizer.state[parameter]["exp_avg_scale"].numel() == blocks
 
 
-def test_small_tensors_stay_in_fp32_and_resume_so():
+def test_moments_of_small_tensors_stay_in_float32_and_resume():
     def build():
         torch.manual_seed(0)
         return prepared(recipe_with(eight_bit(4096)), nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)))
@@ -465,7 +463,7 @@ def test_small_tensors_stay_in_fp32_and_resume_so():
     assert {state["exp_avg"].dtype for state in wide.state.values()} == {torch.float32}
 
 
-def test_flat_and_smallest_in_a_file():
+def test_flat_and_smallest_round_trip_through_data():
     data = {
         "name": "mine",
         "moments": {"exp_avg": {"format": "dynamic8", "flat": True, "smallest": 4096}, "*": {"format": "bf16"}},
@@ -479,8 +477,8 @@ def test_flat_and_smallest_in_a_file():
             from_data({"name": "mine", "moments": {"*": wrong}}, get_recipe)
 
 
-def test_eight_bit_states_are_bitsandbytes_but_for_its_sign_fix():
-    """One step from zero: the same weights, and states that decode to the same numbers."""
+def test_an_8_bit_step_matches_bitsandbytes():
+    """One step from zero moments, compared by the weights."""
     import bitsandbytes as bnb  # slow to import
 
     torch.manual_seed(0)
@@ -497,13 +495,13 @@ def test_eight_bit_states_are_bitsandbytes_but_for_its_sign_fix():
     torch.testing.assert_close(ours.weight.detach(), theirs.detach(), rtol=0, atol=1e-6)
 
 
-def test_states_that_vanished_are_counted_among_codes_and_among_numbers():
+def test_vanished_states_counts_zeros_in_coded_and_plain_moments():
     torch.manual_seed(0)
     model, optimizer, _ = prepared(recipe_with(eight_bit(4096)), nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3)))
     taken = {}
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-        parameter.grad.view(-1)[0] = 1e-12  # whose square no block of others can hold
+        parameter.grad.view(-1)[0] = 1e-12  # its square underflows in a block with larger values
         taken[parameter] = parameter.grad != 0
     optimizer.step()
     lost = {parameter: zeros["exp_avg_sq"].zeros for parameter, zeros in vanished_states(optimizer, taken).items()}

@@ -1,4 +1,4 @@
-"""Ranks end with the same weights, whatever seeds they were given; and shards with those of one process."""
+"""Optimizers on several ranks: equal weights for any seeds, and shards equal to one process."""
 
 import subprocess
 import sys
@@ -13,11 +13,11 @@ from tiny import assert_same
 
 
 pytestmark = pytest.mark.slow
-SPREAD = ["fp32", "bf16-stochastic", "bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-plus", "bf16-nomaster"]
+NAMES = ["fp32", "bf16-stochastic", "bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-plus", "bf16-nomaster"]
 
 
 def muon(parameters):
-    """Matrices by Muon, which needs all of each, and vectors by AdamW."""
+    """Muon for matrices, which needs whole matrices, and AdamW for vectors."""
     parameters = list(parameters)
     matrices, others = ([p for p in parameters if (p.dim() == 2) is those] for those in (True, False))
     return halfstep.optim.Combined(torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01))
@@ -48,8 +48,8 @@ def net():
 
 
 def replicated(rank, prepared=None, generator=None):
-    """20 steps of DDP from rank's own seed."""
-    model, optimizer, _scaler = prepared or given(rank, generator)
+    """20 steps under DDP from the rank's own seed."""
+    model, optimizer, _scaler = prepared or prepared_with_ranks_seed(rank, generator)
     wrapped = nn.parallel.DistributedDataParallel(model)
     for step in range(20):
         x = torch.randn(4, 9, generator=torch.Generator().manual_seed(100 * step + rank))
@@ -59,14 +59,14 @@ def replicated(rank, prepared=None, generator=None):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def given(rank, generator=None):
+def prepared_with_ranks_seed(rank, generator=None):
     model = net()
-    torch.manual_seed(rank)  # the usual advice: another dropout on every rank
+    torch.manual_seed(rank)  # the usual advice, for different dropout masks on each rank
     return halfstep.prepare(model, KINDS["adamw"](model.parameters()), "bf16-stochastic", generator=generator)
 
 
-def spread(name, kind, world, ddp=False):
-    """Three steps with gradients that the test sets, a write between them; the weights and all that is kept of them."""
+def stepped(name, kind, world, ddp=False):
+    """The weights and states after three steps with given gradients and a write after each."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_tensor
@@ -96,12 +96,12 @@ def spread(name, kind, world, ddp=False):
 
 
 def on_a_rank(rank, world, start):
-    early = given(rank, rank)
+    early = prepared_with_ranks_seed(rank, rank)
     start()
     found = {"before the group": replicated(rank, early), "in it": replicated(rank)}
     found["seeds given"] = replicated(rank, generator=rank)
     for how in (False, True):
-        found[how] = {(n, k): spread(n, k, world, how) for n in SPREAD for k in KINDS}
+        found[how] = {(n, k): stepped(n, k, world, how) for n in NAMES for k in KINDS}
     return found
 
 
@@ -116,21 +116,21 @@ def ranks(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("how", ["before the group", "in it", "seeds given"])
-def test_ranks_with_seeds_of_their_own_keep_the_same_weights(ranks, how):
+def test_ranks_with_different_seeds_keep_equal_weights(ranks, how):
     for rank in ranks[1:]:
         assert_same(rank[how], ranks[0][how])
 
 
-def test_the_seed_is_the_first_ranks(ranks):
+def test_the_first_ranks_seed_determines_the_weights(ranks):
     """Which says that the seed decided something: rank 0's own run from that seed, with the others' gradients."""
     assert not torch.equal(ranks[0]["in it"][0], ranks[0]["seeds given"][0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ddp", [False, True], ids=["fsdp", "ddp"])
-def test_ranks_move_like_one_process(ranks, ddp, name, kind):
-    """Bit for bit, stochastic rounding included: the order in which ranks sum LAMB's norms is lost in float32."""
-    expected = spread(name, kind, 0)
+def test_ranks_equal_one_process(ranks, ddp, name, kind):
+    """Bit for bit, stochastic rounding included. The order in which ranks sum LAMB's norms does not show in float32."""
+    expected = stepped(name, kind, 0)
     for rank in ranks:
         assert_same(rank[ddp][name, kind], expected)

@@ -1,4 +1,4 @@
-"""Steps in the backward pass: the same trajectory, one gradient at a time, and errors where it would be another."""
+"""`PerLayer`: optimizer steps within the backward pass give the same weights with one gradient in memory at a time."""
 
 from dataclasses import replace
 
@@ -51,14 +51,14 @@ def run(model, optimizer, scaler, steps, micro_batches=1, same=False, start=0):
 
 @pytest.mark.quick("galore-8bit", "bf16-mixed")
 @pytest.mark.parametrize("name", ["galore", "galore-8bit", "galore-bf16", "bf16-mixed", "bf16-master", "bf16-kahan"])
-def test_one_micro_batch_a_step_is_the_same_bit_for_bit(name):
+def test_per_layer_steps_equal_plain_steps(name):
     plain, layered = started(name), started(name)
     PerLayer(layered[1])
     assert_same(run(*layered, 8), run(*plain, 8))
     assert_same(layered[1].state_dict()["state"], plain[1].state_dict()["state"])
 
 
-def test_one_gradient_is_there_at_a_time():
+def test_only_one_gradient_exists_at_a_time():
     model, optimizer, scaler = started()
     seen = []
     for parameter in model.parameters():
@@ -72,18 +72,18 @@ def test_one_gradient_is_there_at_a_time():
 
 
 @pytest.mark.parametrize("name", ["galore", "bf16-mixed"])
-def test_micro_batches_accumulate(name):
-    """Of equal micro-batches the first one's subspace is the sum's: the trajectory is that of whole gradients."""
+def test_gradients_of_micro_batches_accumulate(name):
+    """With equal micro-batches the first one's subspace is the sum's, so the weights are those of whole gradients."""
     plain, layered = started(name), started(name)
     PerLayer(layered[1], micro_batches=3)
     found, expected = run(*layered, 8, 3, same=True), run(*plain, 8, 3, same=True)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-    if name == "bf16-mixed":  # in `.grad`, as always
+    if name == "bf16-mixed":  # accumulated in .grad
         assert_same(found, expected)
 
 
-def test_micro_batches_accumulate_across_a_change_of_the_subspace():
-    """Against algorithm 2 with the first micro-batch's vectors, of all micro-batches of the step, in float64."""
+def test_gradients_accumulate_across_changes_of_the_subspace():
+    """Compared in float64 with algorithm 2 with the first micro-batch's singular vectors, and the gradients of all."""
     model, optimizer, scaler = started(rank=4)
     PerLayer(optimizer, micro_batches=4)
     weight = model[0].weight
@@ -107,15 +107,15 @@ def test_micro_batches_accumulate_across_a_change_of_the_subspace():
         assert optimizer.state[weight]["step"] == step + 1
 
 
-def test_a_projection_that_saves_nothing_accumulates_whole_gradients():
-    """Of a 7 x 12 matrix with all 7 vectors."""
+def test_a_full_rank_projection_accumulates_whole_gradients():
+    """A 7 x 12 matrix with all 7 vectors."""
     plain, layered = (started(rank=7, share=None, paths=("3",)) for _ in range(2))
     PerLayer(layered[1], micro_batches=2)
     assert_same(run(*layered, 5, 2), run(*plain, 5, 2))
     assert tuple(layered[1].state[layered[0][3].weight][PROJECTOR].shape) == (7, 7)
 
 
-def test_a_parameter_that_a_micro_batch_leaves_out_takes_what_the_others_brought():
+def test_a_parameter_unused_in_one_micro_batch_steps_with_the_others():
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     recipe = replace(get_recipe("fp32"), name="made", projection=Projection())
     model, optimizer, _ = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe)
@@ -129,8 +129,8 @@ def test_a_parameter_that_a_micro_batch_leaves_out_takes_what_the_others_brought
     assert {int(state["step"]) for state in optimizer.state.values()} == {1}
 
 
-def test_zero_grad_forgets_a_step_that_is_not_whole():
-    """The subspace too: the step begins anew."""
+def test_zero_grad_drops_an_incomplete_step():
+    """And its subspace."""
     dropped, other = started(), started()
     for _, optimizer, _ in (dropped, other):
         PerLayer(optimizer, micro_batches=2)
@@ -139,7 +139,7 @@ def test_zero_grad_forgets_a_step_that_is_not_whole():
     assert_same(run(*dropped, 2, 2), run(*other, 2, 2))
 
 
-def test_each_parameter_is_clipped_alone():
+def test_max_norm_clips_each_parameter_separately():
     model, optimizer, _ = prepared("fp32", torch.optim.SGD, lr=1.0)
     PerLayer(optimizer, max_norm=0.01)
     before = [p.detach().clone() for p in model.parameters()]
@@ -148,7 +148,7 @@ def test_each_parameter_is_clipped_alone():
         assert 0.0099 < float((p.detach() - old).norm()) < 0.0101
 
 
-def test_clipping_all_together_is_refused_by_name():
+def test_clip_grad_norm_with_per_layer_steps_is_refused():
     model, optimizer, scaler = started()
     PerLayer(optimizer)
     model(x_of(0)).sum().backward()
@@ -158,7 +158,7 @@ def test_clipping_all_together_is_refused_by_name():
         scaler.clip_grad_norm_(optimizer, 1.0)
 
 
-def test_steps_that_are_counted_wrongly_are_refused():
+def test_a_wrong_number_of_micro_batches_is_refused():
     model, optimizer, _ = started()
     PerLayer(optimizer, micro_batches=2)
     model(x_of(0)).sum().backward()
@@ -171,7 +171,7 @@ def test_steps_that_are_counted_wrongly_are_refused():
         model(x_of(0)).sum().backward()
 
 
-def test_it_can_be_removed_and_put_on_once():
+def test_per_layer_can_be_removed_and_is_refused_twice():
     layered, plain = started(), started()
     with_hooks = PerLayer(layered[1])
     with pytest.raises(OptimizerError, match=r"steps in the backward pass already; call remove\(\)"):
@@ -183,7 +183,7 @@ def test_it_can_be_removed_and_put_on_once():
     layered[2].clip_grad_norm_(layered[1], 1.0)
 
 
-def test_it_takes_the_classes_too():
+def test_per_layer_works_with_galore_adamw():
     model, other = net(), net()
     weights = [[{"params": [m[0].weight, m[3].weight], "rank": 3}, {"params": m[0].bias}] for m in (model, other)]
     layered, plain = (GaLoreAdamW(groups, lr=0.01) for groups in weights)
@@ -196,7 +196,7 @@ def test_it_takes_the_classes_too():
     assert_same([p.detach() for p in model.parameters()], [p.detach() for p in other.parameters()])
 
 
-def test_who_cannot_step_so_is_refused(monkeypatch):
+def test_unsupported_optimizers_and_models_are_refused(monkeypatch):
     model = net()
     with pytest.raises(OptimizerError, match=r"PerLayer takes an optimizer of halfstep.prepare.*found AdamW"):
         PerLayer(torch.optim.AdamW(model.parameters()))

@@ -1,4 +1,5 @@
-"""Parameters that left the model, came late or never fitted, and the optimizer that was given away: never silent."""
+"""Optimizers after parameters left the model, came late or changed, and the optimizer given to `prepare`: never
+silent."""
 
 import copy
 import io
@@ -36,7 +37,7 @@ def one_step(model, optimizer):
 @pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize("name", ["fp32", "bf16-master", "fp8-current"])
 def test_parameters_replaced_after_prepare_are_refused(name, loaded):
-    """As resize_token_embeddings and structured pruning replace them: the optimizer would go on with the old ones."""
+    """As by resize_token_embeddings and structured pruning, after which the optimizer would step the old ones."""
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler, 1)
     if loaded:
@@ -52,11 +53,11 @@ def test_parameters_replaced_after_prepare_are_refused(name, loaded):
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-stochastic", "fp8-current"])
-def test_a_layer_that_comes_after_prepare_is_trained_and_said_not_to_follow(name):
+def test_a_layer_added_after_prepare_trains_with_a_warning(name):
     model, optimizer, scaler = prepared(name)
     model.append(nn.Linear(4, 4))
     added = {"params": list(model[-1].parameters())}
-    if name in ("fp32", "bf16-mixed"):  # which store nothing otherwise, and round no product
+    if name in ("fp32", "bf16-mixed"):  # no other storage and no rounded matmul: no warning
         optimizer.add_param_group(added)
     else:
         with pytest.warns(
@@ -68,7 +69,7 @@ def test_a_layer_that_comes_after_prepare_is_trained_and_said_not_to_follow(name
     assert not torch.equal(model[-1].weight, before)
 
 
-def test_a_layer_that_comes_between_apply_and_optimize_is_said_not_to_follow():
+def test_a_layer_added_between_apply_and_optimize_is_warned_of():
     model = mlp()
     halfstep.apply(model, "bf16-stochastic")
     model.append(nn.Linear(4, 4))
@@ -78,8 +79,8 @@ def test_a_layer_that_comes_between_apply_and_optimize_is_said_not_to_follow():
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_part_of_the_model_replaced_between_steps_is_refused(inside):
-    """Wherever in the model it hangs, and though somebody still holds the old one."""
+def test_a_submodule_replaced_between_steps_is_refused(inside):
+    """Anywhere in the model, and also while the old module is referenced elsewhere."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     model, optimizer, _ = halfstep.prepare(model, adamw(model), recipe="fp32")
     for _ in range(2):
@@ -94,9 +95,9 @@ def test_a_part_of_the_model_replaced_between_steps_is_refused(inside):
     optimizer.step()
 
 
-def test_what_the_optimizer_does_not_lack_is_left_alone():
+def test_added_untrained_and_deleted_layers_are_accepted():
     model, optimizer, scaler = prepared("fp32")
-    model.add_module("4", nn.Linear(4, 4))  # nobody trains it, as in torch; nothing of the optimizer's has gone
+    model.add_module("4", nn.Linear(4, 4))  # untrained, as in torch; no parameter of the optimizer is missing
     train(model, optimizer, scaler, 1)
     del model[4]
     model[3] = nn.Identity()
@@ -104,10 +105,10 @@ def test_what_the_optimizer_does_not_lack_is_left_alone():
     train(model, optimizer, scaler, 1, data=(batch()[0], x))
     torch.optim.Optimizer.zero_grad(optimizer)
     with pytest.warns(UserWarning, match="this step moved none"):
-        optimizer.step()  # no gradient at all: torch does nothing
+        optimizer.step()  # no gradient: torch does nothing
 
 
-def test_pruning_that_keeps_the_parameter_is_followed():
+def test_a_pruned_parameter_trains():
     model, optimizer, scaler = prepared("bf16-master")
     prune.random_unstructured(model[3], "weight", 0.5)
     before = copied(model[3].weight_orig)
@@ -124,7 +125,7 @@ def test_the_optimizer_does_not_keep_the_model_alive():
 
 
 @pytest.mark.parametrize("name", ["bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-plus", "fp8lm-o3"])
-def test_a_frozen_weight_has_no_master_and_starts_one_with_a_warning(name):
+def test_unfreezing_a_weight_starts_its_master_with_a_warning(name):
     model = model_for(name)
     model[0].requires_grad_(False)
     model, optimizer, scaler = prepared(name, model)
@@ -140,7 +141,7 @@ def test_a_frozen_weight_has_no_master_and_starts_one_with_a_warning(name):
         assert get_recipe(name).bytes_per_parameter().master == measure(model, optimizer).master
 
 
-def test_a_frozen_weight_without_a_master_in_the_recipe_warns_of_nothing():
+def test_unfreezing_a_weight_without_masters_does_not_warn():
     model = mlp()
     model[0].requires_grad_(False)
     model, optimizer, scaler = prepared("bf16-stochastic", model)
@@ -152,7 +153,7 @@ def test_a_frozen_weight_without_a_master_in_the_recipe_warns_of_nothing():
     ("dtype", "why"),
     [(torch.complex64, "its imaginary part would be lost"), (torch.float64, "would round it at every step")],
 )
-def test_parameters_that_no_recipe_stores_are_refused_by_name(dtype, why):
+def test_complex_and_float64_parameters_are_refused(dtype, why):
     model, extra = mlp(), nn.Parameter(torch.ones(2, dtype=dtype))
     before = copied(model.state_dict())
     stock = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
@@ -171,7 +172,7 @@ def test_parameters_that_no_recipe_stores_are_refused_by_name(dtype, why):
 # ---- gradients, options and states -------------------------------------------------------------------------------
 
 
-def test_a_sparse_gradient_moves_nothing():
+def test_a_sparse_gradient_is_refused_without_changes():
     model = nn.ModuleDict({"first": nn.Linear(3, 3), "table": nn.Embedding(4, 3, sparse=True)})
     model, optimizer, _ = prepared("bf16-master", model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     for parameter in model["first"].parameters():
@@ -185,7 +186,7 @@ def test_a_sparse_gradient_moves_nothing():
     assert_same([model.state_dict(), optimizer.state_dict()], before)
 
 
-def test_amsgrads_state_is_refused_wherever_it_comes_from():
+def test_states_and_options_of_amsgrad_are_refused():
     model = mlp()
     ams = adamw(model, amsgrad=True)
     one_step(model, ams)
@@ -209,7 +210,7 @@ def test_amsgrads_state_is_refused_wherever_it_comes_from():
     assert_same(model.state_dict(), before)
 
 
-def test_another_recipes_master_is_refused():
+def test_a_master_of_another_recipe_is_refused():
     model, optimizer, scaler = prepared("bf16-split")
     train(model, optimizer, scaler, 1)
     _, other, _ = prepared("bf16-master")
@@ -221,7 +222,7 @@ def test_another_recipes_master_is_refused():
 
 
 @every_recipe
-def test_the_old_optimizer_refuses_and_its_schedulers_work_on(name):
+def test_the_optimizer_given_to_prepare_refuses_but_its_schedulers_work(name):
     model = model_for(name)
     old = adamw(model)
     scheduler = StepLR(old, 1, 0.5)
@@ -236,7 +237,7 @@ def test_the_old_optimizer_refuses_and_its_schedulers_work_on(name):
     assert new.param_groups[0]["lr"] == 0.005
 
 
-def test_a_description_keeps_its_own_words():
+def test_a_step_of_lions_description_is_refused_with_its_own_message():
     model = mlp()
     lion = halfstep.optim.Lion(model.parameters())
     prepared("fp32", model, lion)
@@ -247,7 +248,7 @@ def test_a_description_keeps_its_own_words():
 @pytest.mark.quick("old-bf16-mixed", "old-bf16-collage-plus", "new-bf16-mixed")
 @every_recipe
 @pytest.mark.parametrize("through", ["old", "new"])
-def test_a_group_added_to_either_trains(name, through):
+def test_a_group_added_to_the_old_or_new_optimizer_trains(name, through):
     model = model_for(name)
     old = adamw(model[0])
     model, new, scaler = prepared(name, model, old)
@@ -274,8 +275,8 @@ def by_torch(thing):
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "lion", "lamb"])
 @pytest.mark.parametrize("copied_by", [by_torch, copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
 @pytest.mark.parametrize("name", KINDS)
-def test_an_optimizer_travels_and_steps_on(name, kind, copied_by):
-    """With its parameters, which stand for a model of no recipe here."""
+def test_copied_and_pickled_optimizers_step_identically(name, kind, copied_by):
+    """With their parameters, without a model."""
     build = {
         "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "lion": halfstep.optim.Lion, "lamb": halfstep.optim.Lamb,
     }[kind]  # fmt: skip
@@ -302,8 +303,9 @@ def test_an_optimizer_travels_and_steps_on(name, kind, copied_by):
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "bf16-stochastic"])
-def test_weights_that_were_cast_are_not_trained_so(name):
-    """Float32 weights cast to bf16 would be rounded at every step, without a master; bf16 ones, not at all."""
+def test_a_step_after_a_cast_of_the_model_is_refused(name):
+    """Float32 weights cast to bf16 would be rounded at every step without a master; bf16 ones cast to float32 would not
+    be rounded."""
     model = mlp()
     model, optimizer, _ = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), name)
     was = model[0].weight.dtype
@@ -319,8 +321,8 @@ def test_weights_that_were_cast_are_not_trained_so(name):
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16-master", "coat", "fp8lm-o3"])
-def test_a_parameter_that_was_resized_in_place_is_named(name):
-    """As transformers resizes tied embeddings: the same parameter, whose states would be of another shape."""
+def test_a_parameter_resized_in_place_is_refused(name):
+    """As transformers resizes tied embeddings: the same parameter with states of another shape."""
     model, optimizer, scaler = prepared(name, nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 8)))
     for rows in (64, 80):
         if rows == 80:
@@ -336,7 +338,7 @@ def test_a_parameter_that_was_resized_in_place_is_named(name):
     assert_same([parameter.detach() for parameter in model.parameters()], before)
 
 
-def test_a_step_that_has_no_gradient_warns_and_moves_nothing():
+def test_a_step_without_any_gradient_warns_and_changes_nothing():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), "bf16-mixed")
     model.requires_grad_(False)
@@ -348,7 +350,7 @@ def test_a_step_that_has_no_gradient_warns_and_moves_nothing():
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_a_step_that_has_some_gradient_does_not_warn():
+def test_a_step_with_some_gradients_does_not_warn():
     model, optimizer, scaler = prepared("bf16-mixed")
     model[0].requires_grad_(False)
     train(model, optimizer, scaler, 1)  # a warning would be an error

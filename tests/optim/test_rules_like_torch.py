@@ -1,4 +1,4 @@
-"""The update rules are torch.optim's, or their papers', up to the order of float32 roundings."""
+"""Update rules equal torch.optim's, or their papers', up to the order of float32 roundings."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ CASES += [(torch.optim.RMSprop, o) for o in RMSPROP] + [(torch.optim.NAdam, o) f
 
 
 def twins(torch_class, options, shapes=((5, 3), (7,), (), (0,))):
-    """The same parameters under torch's optimizer twice."""
+    """Two of torch's optimizers on equal parameters."""
     torch.manual_seed(0)
     first = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     second = [torch.nn.Parameter(p.detach().clone()) for p in first]
@@ -75,7 +75,7 @@ def assert_close(first, second):
 
 
 @pytest.mark.parametrize(("torch_class", "options"), CASES, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))
-def test_fifty_steps_beside_torch(torch_class, options):
+def test_fifty_steps_match_torch(torch_class, options):
     (torchs, ps), (other, qs) = twins(torch_class, options)
     ours = convert(other, get_recipe("fp32"), {})
     start = copied(list(qs))
@@ -118,7 +118,7 @@ def test_a_closure_is_evaluated_with_gradients():
     assert_close(ps, qs)
 
 
-def test_parameters_without_a_gradient_stay_and_count_no_step():
+def test_parameters_without_a_gradient_keep_values_and_step_counts():
     _, (other, (first, second, *_)) = twins(torch.optim.AdamW, {})
     ours = convert(other, get_recipe("fp32"), {})
     before = second.detach().clone()
@@ -130,7 +130,7 @@ def test_parameters_without_a_gradient_stay_and_count_no_step():
 
 
 class Named(torch.optim.AdamW):
-    """Defaults of its own, and a method that no step calls."""
+    """Has its own defaults and a method that no step calls."""
 
     def __init__(self, params, lr=0.02):
         super().__init__(params, lr=lr, weight_decay=0.1)
@@ -155,14 +155,14 @@ class Saving(torch.optim.SGD):
 
 
 class Adafactor(torch.optim.Optimizer):
-    """As transformers has it."""
+    """A stand-in for transformers' Adafactor."""
 
     def __init__(self, params):
         super().__init__(params, {})
 
 
 @pytest.mark.parametrize("torch_class", [Named, Again])
-def test_a_subclass_that_overrides_nothing_is_its_base(torch_class):
+def test_a_subclass_without_overrides_is_treated_as_its_base(torch_class):
     (torchs, ps), (other, qs) = twins(torch_class, {})
     assert rule_of(other).name == "adamw"
     ours = convert(other, get_recipe("fp32"), {})
@@ -173,13 +173,13 @@ def test_a_subclass_that_overrides_nothing_is_its_base(torch_class):
 
 
 @pytest.mark.parametrize(("torch_class", "name", "base"), [(Other, "step", "AdamW"), (Saving, "state_dict", "SGD")])
-def test_a_subclass_that_overrides_something_is_refused(torch_class, name, base):
+def test_a_subclass_with_overrides_is_refused(torch_class, name, base):
     with pytest.raises(OptimizerError, match=rf"{base} that overrides {name}, .*Hand over a torch\.optim\.{base}\."):
         rule_of(torch_class([torch.nn.Parameter(torch.ones(2))]))
 
 
 @pytest.mark.parametrize("torch_class", [torch.optim.Adadelta, Other, torch.optim.ASGD])
-def test_another_class_is_refused_and_the_known_ones_listed(torch_class):
+def test_unsupported_classes_are_refused_with_a_list_of_supported_ones(torch_class):
     optimizer = torch_class([torch.nn.Parameter(torch.ones(2))])
     words = rf"{torch_class.__name__} cannot be expressed.*torch.optim.Adam\b.*torch.optim.AdamW.*torch.optim.SGD"
     with pytest.raises(OptimizerError, match=words):
@@ -187,18 +187,18 @@ def test_another_class_is_refused_and_the_known_ones_listed(torch_class):
 
 
 class Muon(Adafactor):
-    """Somebody's own."""
+    """A Muon that is not torch's."""
 
 
 @pytest.mark.parametrize("torch_class", [Adafactor, torch.optim.Adafactor, Muon])
-def test_adafactor_and_muons_that_are_not_torchs_are_refused_with_what_works(torch_class):
+def test_adafactor_and_foreign_muons_are_refused_with_advice(torch_class):
     optimizer = torch_class([torch.nn.Parameter(torch.ones(2, 2))])
     with pytest.raises(OptimizerError, match=rf"[Ff]or .*{torch_class.__name__} itself call halfstep\.apply"):
         rule_of(optimizer)
 
 
 def test_centered_rmsprop_of_equal_gradients_stays_finite():
-    """torch takes the root of what rounding left of a difference, and its weights become NaN sooner or later."""
+    """torch takes the square root of a difference's rounding error, and its weights may become NaN."""
     parameter = torch.nn.Parameter(torch.zeros(1000))
     optimizer = convert(torch.optim.RMSprop([parameter], centered=True), get_recipe("fp32"), {})
     grad = torch.randn(1000)
@@ -218,7 +218,7 @@ def test_centered_rmsprop_of_equal_gradients_stays_finite():
         (torch.optim.AdamW, "capturable", "step count on the host"),
     ],
 )
-def test_an_option_without_counterpart_is_refused(torch_class, option, reason):
+def test_unsupported_options_are_refused(torch_class, option, reason):
     optimizer = torch_class([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     optimizer.param_groups[0][option] = True
     with pytest.raises(OptimizerError, match=rf"{option}=True cannot be expressed: .*{reason}.*{option}=False"):
@@ -236,7 +236,8 @@ def lion(weight, grads, lr, betas, decay):
 
 
 def lamb(weight, grads, lr, betas, decay, eps=1e-6):
-    """You et al. 2019, arXiv 1904.00962, algorithm 2, in float64; of a weight or direction of zeros the ratio is 1."""
+    """You et al. 2019, arXiv 1904.00962, algorithm 2, in float64. The trust ratio of a zero weight or direction is
+    1."""
     first, second = np.zeros_like(weight), np.zeros_like(weight)
     for step, grad in enumerate(grads, 1):
         first = grad + betas[0] * (first - grad)
@@ -249,12 +250,12 @@ def lamb(weight, grads, lr, betas, decay, eps=1e-6):
 
 @pytest.mark.parametrize(("torch_class", "equation"), [(Lion, lion), (Lamb, lamb)])
 @pytest.mark.parametrize("start", ["random", "zeros"])
-@pytest.mark.parametrize("silent", [False, True])
-def test_rules_that_torch_lacks_are_their_papers(torch_class, equation, start, silent):
-    """Betas far apart, so that no exchange of them goes unseen; gradients of zeros at first, or none."""
+@pytest.mark.parametrize("zero_first", [False, True])
+def test_lion_and_lamb_match_their_papers(torch_class, equation, start, zero_first):
+    """Betas are far apart, so that swapping them would show. The first gradient may be zero."""
     torch.manual_seed(1)
     weight = torch.randn(40) if start == "random" else torch.zeros(40)
-    grads = [torch.zeros(40)] * silent + [torch.randn(40) for _ in range(6)]
+    grads = [torch.zeros(40)] * zero_first + [torch.randn(40) for _ in range(6)]
     expected = equation(weight.double().numpy(), [g.double().numpy() for g in grads], 0.05, (0.3, 0.95), 0.1)
     parameter = torch.nn.Parameter(weight.clone())
     optimizer = convert(torch_class([parameter], 0.05, (0.3, 0.95), weight_decay=0.1), get_recipe("fp32"), {})
@@ -264,7 +265,7 @@ def test_rules_that_torch_lacks_are_their_papers(torch_class, equation, start, s
     torch.testing.assert_close(parameter.detach().double(), torch.from_numpy(expected), rtol=1e-5, atol=1e-6)
 
 
-def test_every_rule_serves_the_class_it_names():
+def test_every_rule_is_chosen_for_its_torch_class():
     muon = ["muon"] if hasattr(torch.optim, "Muon") else []  # of torch 2.9
     assert sorted(update_rules()) == ["adagrad", "adam", "adamw", "lamb", "lion", *muon, "nadam", "rmsprop", "sgd"]
     for rule in update_rules().values():

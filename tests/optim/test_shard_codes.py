@@ -1,4 +1,4 @@
-"""Moments that are codes under fully_shard: bit for bit one process's; saved on 2 ranks, loaded on 1 and 4."""
+"""Coded moments under fully_shard equal one process's bit for bit; saved on 2 ranks, they load on 1 and 4."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ KINDS = {
 
 
 def muon(parameters):
-    """Whole matrices are orthogonalised, and their momenta are codes of parts."""
+    """Muon, which orthogonalizes whole matrices and stores momenta of shards as codes."""
     parameters = list(parameters)
     matrices, others = ([p for p in parameters if (p.dim() == 2) is those] for those in (True, False))
     both = Combined(torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01))
@@ -37,7 +37,7 @@ if hasattr(torch.optim, "Muon"):
 
 
 def trained(kind, world=0, folder=None, saves=False):
-    """Six steps. After three the state is written to the folder, or the steps begin with what is read from there."""
+    """The weights and states after six steps. The state after three is saved to the folder, or loaded from it."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -75,7 +75,7 @@ def trained(kind, world=0, folder=None, saves=False):
     return [(t.full_tensor() if hasattr(t, "full_tensor") else t).detach() for t in found]
 
 
-def of_each_kind(rank, folder, does):
+def results(rank, folder, does):
     return {kind: trained(kind, dist.get_world_size(), f"{folder}/{kind}", does == "saves") for kind in KINDS}
 
 
@@ -83,13 +83,13 @@ def of_each_kind(rank, folder, does):
 def runs(tmp_path_factory):
     saved, found = tmp_path_factory.mktemp("saved"), {}
     for world, does in ((2, "saves"), (1, "loads"), (4, "loads")):
-        found[world] = on_ranks(of_each_kind, tmp_path_factory.mktemp("ranks"), saved, does, world=world)
+        found[world] = on_ranks(results, tmp_path_factory.mktemp("ranks"), saved, does, world=world)
     return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_shards_and_what_another_number_of_ranks_saved(runs, world, kind):
+def test_shards_and_resharded_checkpoints_equal_one_process(runs, world, kind):
     expected = trained(kind)
     assert torch.uint8 in {t.dtype for t in expected} or torch.float8_e4m3fn in {t.dtype for t in expected}
     for rank in runs[world]:

@@ -1,4 +1,4 @@
-"""Saving and loading the optimizer: bit for bit, in its own dtypes, and from torch's."""
+"""Saving and loading optimizer states: bit for bit, in their own dtypes, and from torch's optimizers."""
 
 import io
 import itertools
@@ -40,7 +40,7 @@ every_recipe = pytest.mark.parametrize("name", [*mostly_slow(RECIPES), SMALL], i
 @pytest.mark.quick("model first-bf16-mixed", "model first-bf16-master", "model first-bf16-stochastic")
 @pytest.mark.parametrize("name", [*mostly_slow(RECIPES), SMALL], ids=lambda r: getattr(r, "name", r))
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
-def test_a_resumed_run_is_the_run_that_was_not_stopped(name, order):
+def test_a_resumed_run_equals_the_uninterrupted_one(name, order):
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler)
     file = io.BytesIO()
@@ -60,7 +60,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(name, order):
 
 @pytest.mark.quick("fp32", "bf16-mixed", "bf16-stochastic")
 @every_recipe
-def test_a_round_trip_changes_no_bit_and_no_dtype(name):
+def test_loading_ones_own_state_changes_no_bit_and_no_dtype(name):
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler)
     before = copied(optimizer.state_dict())
@@ -79,7 +79,7 @@ UNPROJECTED = [name for name in RECIPES if name not in PROJECTED]  # the others:
 
 @pytest.mark.quick("fp16-static-<lambda>", "bf16-kahan-<lambda>", "coat-adamw")
 @pytest.mark.parametrize(("name", "build"), [*itertools.product(UNPROJECTED, WITH_MOMENTS)])
-def test_a_torch_optimizers_state_loads(name, build):
+def test_torch_optimizers_states_load(name, build):
     stock = mlp()
     torchs = build(stock)
     for _ in range(3):
@@ -99,7 +99,7 @@ def test_a_torch_optimizers_state_loads(name, build):
     assert optimizer.state[p]["step"] == expected or scaler.skipped_steps
 
 
-def test_the_loaded_state_shares_no_memory_with_the_file():
+def test_a_loaded_state_shares_no_storage_with_the_state_dict():
     model, optimizer, scaler = prepared("bf16-master")
     train(model, optimizer, scaler)
     state = copied(optimizer.state_dict())
@@ -116,7 +116,7 @@ def test_the_loaded_state_shares_no_memory_with_the_file():
         (torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(3)]), r"of shape \(2, 2\), expected \(16, 8\)"),
     ],
 )
-def test_a_state_of_another_model_is_refused_and_nothing_changed(other, words):
+def test_a_state_of_another_model_is_refused_without_changes(other, words):
     stranger = adamw(other)
     other(torch.ones(1, 2)).sum().backward()
     stranger.step()
@@ -129,8 +129,8 @@ def test_a_state_of_another_model_is_refused_and_nothing_changed(other, words):
 
 
 @pytest.mark.parametrize("name", ["bf16-collage-plus", "bf16-master", "fp8lm-o3"])
-def test_a_state_without_masters_is_told_unless_it_is_meant(name):
-    """It was saved under another recipe; to change recipes on purpose there is `float32_state_dict`."""
+def test_a_state_without_masters_warns_unless_from_float32_state_dict(name):
+    """It was saved under another recipe; `float32_state_dict` is the way to change recipes on purpose."""
     before, saved, scaler = prepared("fp32")
     train(before, saved, scaler)
     model, optimizer, _ = prepared(name)
@@ -144,7 +144,7 @@ def test_a_state_without_masters_is_told_unless_it_is_meant(name):
     optimizer.load_state_dict(told)
 
 
-def test_hooks_of_loading_see_what_is_loaded():
+def test_load_state_dict_hooks_get_and_may_replace_the_state():
     model, optimizer, scaler = prepared("bf16-master")
     train(model, optimizer, scaler)
     saved, seen = optimizer.state_dict(), []
@@ -160,7 +160,7 @@ def test_hooks_of_loading_see_what_is_loaded():
 
 @pytest.mark.parametrize("name", ["bf16-master", "fp16-master"])
 @pytest.mark.parametrize("steps_before", [0, 2])
-def test_a_weight_that_somebody_overwrote_is_followed_by_its_master(name, steps_before):
+def test_masters_follow_loaded_weights(name, steps_before):
     model, optimizer, scaler = prepared(name, optimizer=None)
     train(model, optimizer, scaler, steps_before)
     for group in optimizer.param_groups:
@@ -173,7 +173,7 @@ def test_a_weight_that_somebody_overwrote_is_followed_by_its_master(name, steps_
         assert_same(optimizer.state[parameter]["master"], parameter.detach().float())
 
 
-def test_entries_that_nobody_overwrote_keep_their_finer_master():
+def test_unchanged_elements_keep_their_unrounded_master():
     model, optimizer, scaler = prepared("bf16-master")
     train(model, optimizer, scaler)
     weight = model[0].weight
@@ -197,8 +197,8 @@ def test_entries_that_nobody_overwrote_keep_their_finer_master():
     ),
     ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_distributed_checkpoints_of_optimizers_lose_nothing(name, flat):
-    """Into an optimizer that has taken no step, and whose states torch would fill in by a step of zeros."""
+def test_distributed_checkpoint_states_of_optimizers_are_exact(name, flat):
+    """Loaded into an optimizer without steps, whose states torch would initialize by a step with zero gradients."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler)

@@ -1,4 +1,4 @@
-"""Parameters on a CPU that one kernel steps together: the bits of one after the other, by one call."""
+"""Parameters on a CPU that one kernel call steps together: the bits of separate steps."""
 
 import contextlib
 
@@ -21,21 +21,21 @@ SHAPES = [(40,), (3, 256), (), (129, 256), (0, 256), (1,)]
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """The elements of each call of the kernel."""
+def kernel_calls(monkeypatch):
+    """The number of elements of each kernel call."""
     made, kernel = [], kernels.step
     monkeypatch.setattr(kernels, "step", lambda size, *rest: made.append(size) or kernel(size, *rest))
     return made
 
 
 @pytest.fixture
-def alone(monkeypatch):
-    """A function from which on parameters are stepped one after the other."""
+def step_separately(monkeypatch):
+    """A function after whose call parameters are stepped one by one."""
     return lambda: monkeypatch.setattr(stepping, "batched", lambda ways: ([], list(ways)))
 
 
 def stepped(recipe, between=lambda optimizer, weights: None, steps=3, make=torch.optim.AdamW):
-    """What an optimizer of some parameters has after some steps."""
+    """The states and weights of an optimizer after some steps."""
     torch.manual_seed(0)
     weights = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in SHAPES)
     _, optimizer, _ = halfstep.prepare(weights, make(weights.parameters(), lr=0.1), recipe)
@@ -48,13 +48,13 @@ def stepped(recipe, between=lambda optimizer, weights: None, steps=3, make=torch
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16-stochastic", "bf16-master", "bf16-kahan", "bf16-split", "adamw-8bit"])
-def test_one_call_gives_the_bits_of_one_after_the_other(recipe, calls, alone):
+def test_one_kernel_call_equals_separate_steps(recipe, kernel_calls, step_separately):
     found = stepped(recipe)
-    kinds = len(calls) // 3
-    alone()
+    kinds = len(kernel_calls) // 3
+    step_separately()
     assert_same(stepped(recipe), found)
     assert kinds == 1 if recipe != "adamw-8bit" else kinds > 1  # small tensors' moments stay in float32
-    assert len(calls) == 3 * kinds + 3 * len(SHAPES)
+    assert len(kernel_calls) == 3 * kinds + 3 * len(SHAPES)
 
 
 def write_to_a_count(optimizer, weights):
@@ -78,25 +78,25 @@ def change_a_rate(optimizer, weights):
 
 
 @pytest.mark.parametrize("between", [write_to_a_count, count_in_float64, freeze_one, load, change_a_rate])
-def test_what_a_user_does_between_steps_counts(between, alone):
+def test_changes_between_steps_take_effect(between, step_separately):
     found = stepped("bf16-stochastic", between, 4)
-    alone()
+    step_separately()
     assert_same(stepped("bf16-stochastic", between, 4), found)
 
 
-def test_groups_keep_their_options_and_other_rules_are_stepped_alone(calls, alone):
+def test_rules_with_scalar_moments_are_stepped_separately_with_group_options(kernel_calls, step_separately):
     def grouped(parameters, lr):
         first, *others = parameters
         return torch.optim.NAdam([{"params": [first]}, {"params": others, "weight_decay": 0.5}], lr=lr)
 
-    found = stepped("fp32", make=grouped)  # a moment of NAdam is one number a tensor
-    assert len(calls) == 3 * len(SHAPES)
-    alone()
+    found = stepped("fp32", make=grouped)  # one moment of NAdam is a scalar per tensor
+    assert len(kernel_calls) == 3 * len(SHAPES)
+    step_separately()
     assert_same(stepped("fp32", make=grouped), found)
 
 
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", pytest.param("adamw-8bit", marks=pytest.mark.slow)])
-def test_threads_take_chunks_of_any_tensor(recipe):
+def test_the_number_of_threads_changes_no_bit(recipe):
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2):
@@ -107,11 +107,11 @@ def test_threads_take_chunks_of_any_tensor(recipe):
     assert_same(*found)
 
 
-def test_a_table_has_its_own_size_and_not_the_parameters():
-    """A map's 256 values, of parameters of fewer elements, where the other moment lies in no tiles."""
+def test_parameters_smaller_than_a_codebook_are_stepped_together():
+    """The 256 values of a dynamic map, with the other moment in float32."""
     first = Quantizer(formats.get("dynamic8"), scales=Scales(Tile(1, 64), get_scaling("absmax")))
     found = []
-    for alone in (False, True):
+    for separately in (False, True):
         torch.manual_seed(0)
         weights = [nn.Parameter(torch.randn(shape)) for shape in [(3, 64), (64,), (5, 64)]]
         moments = (("exp_avg", get_storage(first, flat=True)), ("*", "fp32"))
@@ -119,13 +119,13 @@ def test_a_table_has_its_own_size_and_not_the_parameters():
         for _ in range(3):
             for weight in weights:
                 weight.grad = torch.randn(weight.shape)
-            with optimizer.watched(lambda update: None) if alone else contextlib.nullcontext():
+            with optimizer.watched(lambda update: None) if separately else contextlib.nullcontext():
                 optimizer.step()
         found.append((optimizer.state_dict()["state"], weights))
     assert_same(*found)
 
 
-def test_a_gradient_without_memory_is_refused_and_nothing_moves():
+def test_a_gradient_without_storage_is_refused_without_changes():
     weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     _, optimizer, _ = halfstep.prepare(nn.ParameterList(weights), torch.optim.SGD(weights, lr=0.1), "fp32")
     for weight in weights:

@@ -1,7 +1,6 @@
-"""Steps of many tensors at once: what is launched, when tables are built anew, and what is never read on the host.
+"""Multi-tensor steps on a GPU: what is launched, when pointer tables are rebuilt, and that the host reads no value.
 
-The launches are written down and not made; that they are right is tested in Triton's interpreter (`tests/gpu`).
-"""
+Launches are recorded, not run; their results are tested in Triton's interpreter (`tests/gpu`)."""
 
 import itertools
 import math
@@ -34,7 +33,7 @@ def launches(monkeypatch):
 
 
 def stepped(recipe="fp32", make=torch.optim.AdamW, sizes=(3, 2000, 5000), **options):
-    """An optimizer after a step; none is made, its counts stay 0."""
+    """An optimizer after a step whose launches are not run, so that its step counts stay 0."""
     dtype = torch.bfloat16 if recipe.startswith("bf16") else torch.float32
     parameters = [nn.Parameter(torch.ones(size, dtype=dtype)) for size in sizes]
     groups = [{"params": parameters[:1]}, {"params": parameters[1:]}]
@@ -60,15 +59,15 @@ def steps_of(low):
         ("adamw-8bit", torch.optim.AdamW, {}, 2),  # moments of small tensors are in fp32
     ],
 )
-def test_there_is_one_launch_a_kind_and_one_more(launches, recipe, make, options, kinds):
+def test_launches_are_one_prepare_and_one_update_per_kind(launches, recipe, make, options, kinds):
     low, _ = stepped(recipe, make, **options)
     assert [kernel for kernel, *_ in launches] == ["prepare"] + ["update"] * kinds
     assert sum(grid for kernel, grid, *_ in launches if kernel == "update") == 1 + 2 + 5
     assert low._together.all
 
 
-def test_norms_are_found_between_the_numbers_and_the_update(launches):
-    """Of every block its sums; of every tensor that has blocks its norms, where those sums begin."""
+def test_lambs_norms_are_launched_between_prepare_and_update(launches):
+    """Partial sums for each block, then norms for each tensor with blocks, from the index of its first sum."""
     low, _ = stepped(make=halfstep.optim.Lamb, sizes=(3, 0, 2000, 5000))
     assert [(kernel, grid) for kernel, grid, *_ in launches] == [
         ("prepare", 1),
@@ -81,10 +80,10 @@ def test_norms_are_found_between_the_numbers_and_the_update(launches):
     assert low._together.all
 
 
-def test_a_step_like_the_last_one_builds_nothing_and_takes_the_gradients_where_they_are(launches, monkeypatch):
+def test_a_repeated_step_reuses_the_tables_with_new_gradient_pointers(launches, monkeypatch):
     low, parameters = stepped()
     before = steps_of(low)
-    monkeypatch.setattr(type(low), "check", lambda self: pytest.fail("all was looked at again"))
+    monkeypatch.setattr(type(low), "check", lambda self: pytest.fail("the optimizer was checked again"))
     for parameter in parameters:
         parameter.grad = parameter.grad.clone()
     low.step()
@@ -155,7 +154,7 @@ def load(low, parameters):
      transpose_gradient, unalign_gradient, replace_group, add_group, change_seed, load],
     ids=lambda change: change.__name__,
 )  # fmt: skip
-def test_tables_are_built_anew_where_anything_else_has_changed(launches, change):
+def test_tables_are_rebuilt_after_any_other_change(launches, change):
     low, parameters = stepped()
     before = steps_of(low)
     change(low, parameters)
@@ -180,9 +179,9 @@ def on_cpu(recipe="fp32", make=torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.RMSprop])
-def test_a_step_on_a_cpu_like_the_last_one_looks_at_nothing_again(monkeypatch, make):
+def test_a_repeated_step_on_a_cpu_checks_nothing_again(monkeypatch, make):
     low, parameters = on_cpu(make=make)
-    monkeypatch.setattr(type(low), "check", lambda self: pytest.fail("all was looked at again"))
+    monkeypatch.setattr(type(low), "check", lambda self: pytest.fail("the optimizer was checked again"))
     parameters[0].grad = torch.ones(3)
     low.param_groups[0]["lr"] = 0.5
     low.step()
@@ -197,7 +196,7 @@ def test_a_step_on_a_cpu_like_the_last_one_looks_at_nothing_again(monkeypatch, m
     ids=lambda change: change.__name__,
 )  # fmt: skip
 @pytest.mark.parametrize("recipe", ["fp32", "adamw-8bit"])
-def test_a_step_on_a_cpu_finds_what_has_changed(change, recipe):
+def test_a_step_on_a_cpu_notices_any_change(change, recipe):
     found = []
     for again in (True, False):
         low, parameters = on_cpu(recipe)
@@ -210,7 +209,7 @@ def test_a_step_on_a_cpu_finds_what_has_changed(change, recipe):
         assert torch.equal(one, other)
 
 
-def test_a_weight_that_is_shorter_at_the_same_address_is_seen():
+def test_a_weight_shortened_at_the_same_address_is_noticed():
     low, (first, _) = on_cpu()
     first.data = first.data[:2]
     first.grad = torch.ones(2)
@@ -219,7 +218,7 @@ def test_a_weight_that_is_shorter_at_the_same_address_is_seen():
     assert low.state[first]["exp_avg"].shape == (2,)
 
 
-def test_a_weight_that_is_transposed_at_the_same_address_is_seen():
+def test_a_weight_transposed_at_the_same_address_is_noticed():
     found = []
     for turned in (False, True):
         weight = nn.Parameter(torch.arange(9.0).view(3, 3))
@@ -234,23 +233,23 @@ def test_a_weight_that_is_transposed_at_the_same_address_is_seen():
     assert found[0][0, 1] == 3.0 - 1.0
 
 
-def test_gradients_are_not_kept():
+def test_the_optimizer_holds_no_reference_to_gradients():
     low, parameters = on_cpu()
     gone = weakref.ref(parameters[0].grad)
     low.zero_grad()
     assert gone() is None
 
 
-def test_what_no_kernel_takes_is_stepped_by_the_reference(launches):
+def test_a_tensor_without_a_kernel_is_stepped_by_the_reference(launches):
     low, parameters = stepped()
     transpose_gradient(low, parameters)
     low.step()
     assert not low._together.all
-    assert [low.state[p]["step"].item() for p in parameters] == [1, 0, 0]  # the others' launches were not made
+    assert [low.state[p]["step"].item() for p in parameters] == [1, 0, 0]  # the others' launches are not run
     assert (parameters[0] < 1).all()
 
 
-def test_learning_rates_and_betas_are_numbers_in_memory(launches):
+def test_learning_rates_and_betas_are_updated_in_the_table(launches):
     low, _ = stepped(weight_decay=0.25)
     before = steps_of(low)
     rows = before._table
@@ -266,7 +265,7 @@ def test_learning_rates_and_betas_are_numbers_in_memory(launches):
     assert found[-1].tolist() == [1, 1]
 
 
-def test_an_option_that_changes_the_arithmetic_is_another_kind(launches):
+def test_an_option_that_needs_another_kernel_rebuilds_the_launches(launches):
     low, _ = stepped(make=torch.optim.Adam)
     before = steps_of(low)
     low.param_groups[0]["weight_decay"] = 0.1
@@ -275,7 +274,7 @@ def test_an_option_that_changes_the_arithmetic_is_another_kind(launches):
     assert [kernel for kernel, *_ in launches] == ["prepare", "update", "prepare", "prepare", "update", "update"]
 
 
-def test_a_gradient_whose_sign_is_a_flag_is_left_to_the_reference(launches):
+def test_a_gradient_with_torchs_negative_bit_is_stepped_by_the_reference(launches):
     low, parameters = stepped(sizes=(1, 2000))
     for plain, number in [(True, torch.tensor([1 + 2j])), (False, torch.tensor([1 + 2j]).conj())]:
         parameters[0].grad = number.imag
@@ -286,7 +285,7 @@ def test_a_gradient_whose_sign_is_a_flag_is_left_to_the_reference(launches):
 
 
 def coded(recipe):
-    """A model of weights in codes and its optimizer, after two steps; none is made."""
+    """A model with weights stored as codes and its optimizer, after two steps whose launches are not run."""
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
     model, low, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe=recipe)
     low._together = StepPlan(anywhere=True)
@@ -299,7 +298,7 @@ def coded(recipe):
 
 
 @pytest.mark.parametrize("name", ["codes", "scale"])
-def test_tables_are_built_anew_where_the_codes_of_a_weight_are_elsewhere(launches, name):
+def test_tables_are_rebuilt_if_a_weights_codes_or_scale_are_replaced(launches, name):
     model, low = coded("fp8lm-o2")
     before, weight = steps_of(low), model[0].weight
     low.step()
@@ -311,7 +310,7 @@ def test_tables_are_built_anew_where_the_codes_of_a_weight_are_elsewhere(launche
     assert steps_of(low)._rows[0, column] == getattr(weight, name).data_ptr()
 
 
-def test_masters_follow_the_weights_that_somebody_wrote_to_and_no_others(launches, monkeypatch):
+def test_only_masters_of_written_weights_follow(launches, monkeypatch):
     model, low = coded("fp8lm-o3")
     followed = []
     monkeypatch.setattr(type(low), "follow", lambda self, parameter: followed.append(parameter))
@@ -324,20 +323,20 @@ def test_masters_follow_the_weights_that_somebody_wrote_to_and_no_others(launche
 
 
 def options_of(make=torch.optim.AdamW, **options):
-    """What kernels on a GPU are given of a group."""
+    """The options of a group that GPU kernels get."""
     built = make([nn.Parameter(torch.ones(4))], **options)
     return rule_of(built).options(built.param_groups[0])
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.95, 0.999])
-def test_corrections_are_those_of_the_host_at_every_step(beta):
+def test_bias_corrections_in_the_table_equal_the_hosts(beta):
     rows = options_of(betas=(beta, beta)).rows
     for step in [*range(1, 50), len(rows) - 1, len(rows), len(rows) + 1, 10 * len(rows), 2**24]:
         if step:
             assert rows[min(step, len(rows)) - 1] == (1 - beta**step, 1 / math.sqrt(1 - beta**step))
 
 
-def test_a_beta_whose_corrections_never_end_is_left_to_the_reference():
+def test_unsupported_betas_strides_and_roundings_have_no_kernel():
     weight, number = torch.ones(4), torch.zeros(())
     tensors = kinds.Tensors(weight, weight, number, "none", {}, (weight, weight), None, "nearest_even", None, 0, 0, 0)
     usual = options_of(betas=(0.9, 0.99))
@@ -349,7 +348,7 @@ def test_a_beta_whose_corrections_never_end_is_left_to_the_reference():
 
 
 @pytest.mark.parametrize("warm", [False, True])
-def test_nothing_is_read_on_the_host(launches, monkeypatch, warm):
+def test_a_step_reads_no_value_on_the_host(launches, monkeypatch, warm):
     low, parameters = stepped()
     if not warm:
         low._together = StepPlan(anywhere=True)
@@ -363,7 +362,7 @@ def test_nothing_is_read_on_the_host(launches, monkeypatch, warm):
     assert [p._version for p in parameters] == [version + 1 for version in versions]
 
 
-def test_a_watched_step_goes_by_the_reference(launches):
+def test_a_watched_step_uses_the_reference(launches):
     low, parameters = stepped()
     launches.clear()
     seen = []
@@ -373,7 +372,7 @@ def test_a_watched_step_goes_by_the_reference(launches):
     assert not launches
 
 
-def test_a_capturable_group_is_taken_on_a_gpu_and_refused_elsewhere():
+def test_a_capturable_group_is_accepted_only_on_a_gpu():
     rule = convert(torch.optim.AdamW([nn.Parameter(torch.ones(2))]), get_recipe("fp32"), {}).rule
     rule.check({"capturable": True, "params": [SimpleNamespace(is_cuda=True)]})
     for parameters in ([], [SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)]):
@@ -381,7 +380,7 @@ def test_a_capturable_group_is_taken_on_a_gpu_and_refused_elsewhere():
             rule.check({"capturable": True, "params": parameters})
 
 
-def test_a_capturable_group_with_what_no_kernel_takes_is_an_error(launches, monkeypatch):
+def test_a_capturable_group_with_a_tensor_without_a_kernel_is_refused(launches, monkeypatch):
     low, parameters = stepped()
     monkeypatch.setattr(type(low.rule), "check", lambda self, group: None)
     low.param_groups[0]["capturable"] = True
@@ -392,8 +391,8 @@ def test_a_capturable_group_with_what_no_kernel_takes_is_an_error(launches, monk
     assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
 
 
-class Cut:
-    """What is asked of a sharded tensor."""
+class Sharded:
+    """The part of a sharded tensor's interface that is used."""
 
     device = torch.device("cpu")
 
@@ -413,12 +412,12 @@ def shard(dim):
 
 @pytest.mark.parametrize("shape", [(7,), (5, 6), (3, 4, 5), (2, 3)])
 @pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 0), (0, 1), (0, 2), (1, 2)])
-def test_where_a_part_lies_is_three_numbers(shape, dims):
+def test_run_of_describes_a_shards_elements_by_start_run_and_stride(shape, dims):
     if max(dims) >= len(shape):
         pytest.skip("no such dimension")
     mesh, found = (4, 2)[: len(dims)], 0
     for ranks in itertools.product(*map(range, mesh)):
-        tensor = Cut(shape, [shard(dim) for dim in dims], mesh, ranks)
+        tensor = Sharded(shape, [shard(dim) for dim in dims], mesh, ranks)
         index, place = positions(tensor), run_of(tensor)
         if place is None:
             assert dims == (1, 2)

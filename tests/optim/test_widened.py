@@ -1,4 +1,4 @@
-"""16-bit gradients leave for float32 when they are unscaled or clipped, and their parameters' own dtype comes back."""
+"""16-bit gradients become float32 when unscaled or clipped, and have the parameters' dtype again afterwards."""
 
 import copy
 import gc
@@ -24,7 +24,7 @@ def loss_of(model, seed=1):
 
 
 def clipped(name, **options):
-    """A recipe's triple whose gradients have been clipped."""
+    """model, optimizer and scaler under a recipe, with clipped gradients."""
     model, optimizer, scaler = prepared(name, **options)
     scaler.scale(loss_of(model)).backward()
     scaler.clip_grad_norm_(optimizer, 0.01)
@@ -50,8 +50,8 @@ WAYS = {
 @every_half
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scaled", [True, False])
-def test_the_next_gradients_are_the_recipes_own(name, way, scaled):
-    """Whoever drops the clipped ones, and whether or not the scaler sees the next loss: bit for bit as if without."""
+def test_later_gradients_have_the_recipes_dtype_and_bits(name, way, scaled):
+    """However the clipped ones are dropped, and whether or not the next loss is scaled."""
     model, optimizer, scaler = clipped(name)
     own = {p.dtype for p in model.parameters()}
     assert dtypes(model) == {torch.float32} != own
@@ -68,7 +68,7 @@ def test_the_next_gradients_are_the_recipes_own(name, way, scaled):
     assert_same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
 
 
-def test_a_clip_that_changes_nothing_leaves_gradients_where_they_are():
+def test_a_clip_that_changes_nothing_keeps_the_gradient_tensors():
     for name in ("bf16-master", "fp16-pure"):  # with a constant scale of 1
         model, optimizer, scaler = prepared(name)
         scaler.scale(loss_of(model)).backward()
@@ -77,7 +77,7 @@ def test_a_clip_that_changes_nothing_leaves_gradients_where_they_are():
         assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
 
 
-def test_a_model_that_became_another_dtype_keeps_that_ones_gradients():
+def test_gradients_of_a_cast_model_have_the_new_dtype():
     model, optimizer, _ = clipped("bf16-master")
     model.zero_grad()
     model.double()
@@ -86,7 +86,7 @@ def test_a_model_that_became_another_dtype_keeps_that_ones_gradients():
 
 
 @every_half
-def test_copies_and_pickles_of_the_model_in_between(name):
+def test_copies_and_pickles_of_a_clipped_model_have_the_recipes_grad_dtype(name):
     model, _, _ = clipped(name)
     own = {p.dtype for p in model.parameters()}
     twin = copy.deepcopy(model)
@@ -97,18 +97,18 @@ def test_copies_and_pickles_of_the_model_in_between(name):
             assert {p.grad.dtype} == own
 
 
-@pytest.mark.parametrize("name", slow_unless("bf16-master".__eq__, HALF))  # a collection of all garbage for each
-def test_nothing_holds_the_model(name):
+@pytest.mark.parametrize("name", slow_unless("bf16-master".__eq__, HALF))  # a full garbage collection for each
+def test_widened_gradients_hold_no_reference_to_the_model(name):
     model, optimizer, scaler = clipped(name)
     references = weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(optimizer)
-    scaler._follower, scaler._names = None, {}  # these do, by design
+    scaler._follower, scaler._names = None, {}  # these hold references by design
     del model, optimizer
     gc.collect()
     assert [reference() for reference in references] == [None] * 3
 
 
-def test_another_loss_can_be_looked_at_in_between():
-    """The lab does: the gradients, their dtype and what the scaler knows of them are as before."""
+def test_first_nonfinite_on_another_loss_leaves_clipped_gradients_unchanged():
+    """The lab calls it: the gradients, their dtype and the scaler's state stay."""
     model, optimizer, scaler = clipped("fp16-master")
     twin, twins_optimizer, twins_scaler = clipped("fp16-master")
     before = [p.grad for p in model.parameters()]
@@ -124,7 +124,7 @@ def test_another_loss_can_be_looked_at_in_between():
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_codes_can_be_looked_at_too(name):
+def test_first_nonfinite_leaves_coded_gradients_unchanged(name):
     model, optimizer, scaler = clipped(name)
     before = grads(model)
     assert first_nonfinite(model, lambda: loss_of(model, 2)) is None
@@ -136,7 +136,7 @@ def test_codes_can_be_looked_at_too(name):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @every_half
-def test_a_compiled_model_goes_on(name):
+def test_a_compiled_model_trains_with_widened_gradients(name):
     ends = []
     for compiled in (True, False):
         model, optimizer, scaler = prepared(name, mlp())
