@@ -6,7 +6,7 @@ import tempfile
 import torch
 from trainers import Recording, dataset, llama, options, tokenizer, tokens
 from trl import SFTConfig, SFTTrainer
-from ways import assert_like_fp32, under, values
+from ways import assert_near_fp32, under, values
 
 from halfstep.recipe import DTYPES, get_recipe
 
@@ -41,7 +41,7 @@ def trains(name):
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, given, out: seen.add(out.dtype))
     tuned(under(name), model)
     assert seen == {DTYPES[get_recipe(name).compute]}
-    assert_like_fp32(name, start, values(model), in_fp32(), slack=2)
+    assert_near_fp32(name, start, values(model), in_fp32(), slack=2)
     ids = tokens(rows=1)
     generated = model.eval().generate(ids, max_new_tokens=2, do_sample=False)
     assert generated.shape == (1, 14)

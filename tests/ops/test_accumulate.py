@@ -1,4 +1,4 @@
-"""Layers whose products add up as their recipe says, forward and backward, attention's and traced ones too."""
+"""Linear layers whose matmuls sum with the recipe's accumulator: forward, backward, attention, and traced."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def draw(*shape, seed=0):
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "hopper"])
-def test_a_layers_three_products_add_up_so(name):
+def test_all_matmuls_of_a_layer_use_the_accumulator(name):
     dtype = torch.float16 if name == "fp16" else torch.bfloat16
     sums = get_accumulator(name)
     x, w, b = draw(4, 5, 70).requires_grad_(), draw(6, 70, seed=1).requires_grad_(), draw(6, seed=2)
@@ -38,7 +38,7 @@ def test_a_layers_three_products_add_up_so(name):
     assert_same(w.grad, accumulate(upper.t(), rows, sums).to(dtype).float())
 
 
-def test_each_product_has_its_own():
+def test_each_matmul_may_have_its_own_accumulator():
     spec = LinearSpec(Matmul(), Matmul(accumulate=get_accumulator("bf16")), Matmul(accumulate=FP16))
     x, w = draw(8, 40).bfloat16().float().requires_grad_(), draw(9, 40, seed=1).bfloat16().float().requires_grad_()
     y = ops.linear(x, w, None, spec)
@@ -53,8 +53,9 @@ def test_each_product_has_its_own():
     ("pair", "margin", "overflows"),
     [("forward", 0, True), ("forward", 1, False), ("forward", 3, False), ("backward", 3, True), ("backward", 6, False)],
 )
-def test_a_tensors_scale_stands_outside_so_sums_in_fp16_need_a_margin(pair, margin, overflows):
-    """Perez et al. 2023, arXiv 2309.17224, take a margin of 3, which of normal data the backward products exceed."""
+def test_fp16_sums_of_scaled_operands_overflow_without_a_margin(pair, margin, overflows):
+    """The scale is applied after the sum. Perez et al. 2023, arXiv 2309.17224, take a margin of 3, which is too small
+    for the backward matmuls of normal data."""
     scaling = Scales(TENSOR, get_scaling("rceil", margin=margin))
     e4, e5 = (Quantizer(formats.get(name), scales=scaling) for name in ("e4m3fnuz", "e5m2fnuz"))
     x, w = draw(64, 512).half(), draw(64, 512, seed=1).half()
@@ -62,7 +63,7 @@ def test_a_tensors_scale_stands_outside_so_sums_in_fp16_need_a_margin(pair, marg
     assert bool(y.isinf().any()) == overflows
 
 
-def test_attentions_products_add_up_so():
+def test_attentions_matmuls_use_the_accumulator():
     q, k, v = (draw(2, 3, 11, 8, seed=seed).bfloat16() for seed in range(3))
     sums = get_accumulator("bf16")
     spec = linear_spec(accumulate=sums)
@@ -74,7 +75,7 @@ def test_attentions_products_add_up_so():
             assert_same(y[i, j], accumulate(weights, v[i, j].float(), sums).bfloat16())
 
 
-def test_other_formats_take_the_reference():
+def test_formats_without_a_kernel_use_the_reference():
     sums = Accumulator(formats.get("e6m5"), block=4)
     x, w = draw(3, 20).bfloat16().float(), draw(2, 20, seed=1).bfloat16().float()
     assert not kernel.run(x, w, torch.zeros(3, 2), sums)
@@ -84,7 +85,7 @@ def test_other_formats_take_the_reference():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.parametrize("name", [pytest.param("fp16-accumulate", marks=pytest.mark.slow), "bf16-accumulate"])
-def test_a_traced_model_is_the_same(name):
+def test_a_traced_model_equals_eager(name):
     model = torch.nn.Linear(24, 5)
     halfstep.apply(model, name)
     x = draw(7, 24)
@@ -97,7 +98,7 @@ def test_a_traced_model_is_the_same(name):
     assert_same(model.weight.grad, grad)
 
 
-def test_a_recipe_in_a_file_says_how():
+def test_accumulators_round_trip_through_data():
     data = {
         "name": "mine",
         "compute": "bf16",
@@ -124,11 +125,11 @@ def test_a_recipe_in_a_file_says_how():
         (4, "accumulate = 4 found; expected a name or a table"),
     ],
 )
-def test_a_mistake_in_it_is_named(accumulate, message):
+def test_invalid_accumulators_are_refused(accumulate, message):
     with pytest.raises(RecipeError, match=message):
         from_data({"name": "mine", "rules": [{"path": "*", "accumulate": accumulate}]}, get_recipe)
 
 
-def test_units_of_fp8_do_not_form_such_products():
+def test_a_recipe_with_an_accumulator_is_not_native():
     recipe = Recipe("mine", "", "", compute="bf16", rules=(Rule("*", linear_spec(accumulate=FP16)),))
     assert halfstep.is_native_available(recipe, "cpu", return_reason=True) == (False, "mine rounds no operand")

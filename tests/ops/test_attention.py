@@ -1,4 +1,4 @@
-"""Attention: torch's own where the machine has units for the dtype, carried in float32 where not."""
+"""Attention: torch's own where the machine has 16-bit matmuls for the dtype, else emulated in float32."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def operands(dtype=torch.float32, time=7):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
-def test_with_units_it_is_torchs_attention_bit_for_bit(dtype, causal, carry):
+def test_native_attention_equals_torchs_bit_for_bit(dtype, causal, carry):
     carry()
     q, k, v = operands(dtype)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -26,7 +26,7 @@ def test_with_units_it_is_torchs_attention_bit_for_bit(dtype, causal, carry):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [True, False])
-def test_carried_it_is_float32_attention_between_two_roundings(dtype, autocast, carry):
+def test_emulated_attention_equals_float32_with_rounded_inputs_and_output(dtype, autocast, carry):
     carry(dtype)
     q, k, v = operands(torch.float32 if autocast else dtype)
     with torch.autocast("cpu", dtype=dtype, enabled=autocast):
@@ -43,7 +43,7 @@ def test_carried_it_is_float32_attention_between_two_roundings(dtype, autocast, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_carried_and_native_agree_to_the_dtypes_precision(dtype, carry):
+def test_emulated_and_native_attention_agree_to_the_dtypes_precision(dtype, carry):
     results = []
     for kinds in ((), (dtype,)):
         carry(*kinds)
@@ -53,7 +53,7 @@ def test_carried_and_native_agree_to_the_dtypes_precision(dtype, carry):
     assert results[0].dtype == results[1].dtype == dtype
 
 
-def test_matmul_dispatches_to_the_carried_product(carry):
+def test_matmul_dispatches_to_the_emulated_one(carry):
     lhs, rhs, bias = torch.randn(5, 9).half(), torch.randn(9, 4).half(), torch.randn(4).half()
     carry(torch.float16)
     exact = lhs.double() @ rhs.double() + bias.double()

@@ -1,4 +1,4 @@
-"""Tensors whose memory is codes: who reads one sees its values, who writes to one rounds, and the rest is refused."""
+"""CodeTensor, a tensor stored as codes: reads give the values, writes are rounded, anything else is refused."""
 
 import copy
 import io
@@ -30,13 +30,13 @@ tiled = for_each("quantizer", TILES.values())
 backends = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 
 
-def made(quantizer, shape=(6, 32), dtype=torch.float32):
+def code_tensor(quantizer, shape=(6, 32), dtype=torch.float32):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     return CodeTensor.encode(x, quantizer)
 
 
 def weight(quantizer=ONE_SCALE["e4m3fn"], grads=ONE_SCALE["e4m3fn"]):
-    return parameter(made(quantizer), grads=grads)
+    return parameter(code_tensor(quantizer), grads=grads)
 
 
 def rounded(x, quantizer):
@@ -45,8 +45,8 @@ def rounded(x, quantizer):
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-def test_it_claims_its_values_and_stores_codes(quantizer, dtype):
-    tensor = made(quantizer, dtype=dtype)
+def test_a_code_tensor_has_its_values_dtype_and_stores_codes(quantizer, dtype):
+    tensor = code_tensor(quantizer, dtype=dtype)
     assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((6, 32), dtype, True)
     x = torch.randn(6, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert_same(tensor.values(), rounded(x, quantizer))
@@ -85,9 +85,9 @@ def saved(x):
 
 @every
 @for_each("read", READS)
-def test_who_reads_sees_values_in_plain_tensors(quantizer, read):
+def test_reads_return_plain_tensors_of_the_values(quantizer, read):
     read = READS[read]
-    tensor = made(quantizer)
+    tensor = code_tensor(quantizer)
     found = read(tensor)
     assert_same(found, read(tensor.values()))
     assert not isinstance(found, CodeTensor)
@@ -123,9 +123,9 @@ VIEWS = {
 
 @every
 @for_each("write", WRITES)
-def test_who_writes_rounds(quantizer, write):
+def test_writes_are_rounded(quantizer, write):
     write = WRITES[write]
-    tensor = made(quantizer)
+    tensor = code_tensor(quantizer)
     expected, version = tensor.values(), tensor._version
     codes = tensor.codes
     write(expected), write(tensor)
@@ -136,9 +136,9 @@ def test_who_writes_rounds(quantizer, write):
 
 @one_scale
 @for_each("write", WRITES | VIEWS)
-def test_a_write_through_a_view_rounds_the_whole_by_a_new_scale(quantizer, write):
+def test_a_write_through_a_view_rescales_the_whole_tensor(quantizer, write):
     write = (WRITES | VIEWS)[write]
-    tensor = parameter(made(quantizer), grads=None)
+    tensor = parameter(code_tensor(quantizer), grads=None)
     views = tensor.detach()[1], tensor.detach().t(), tensor.detach().view(-1)
     expected, version = tensor.values(), tensor._version
     with torch.no_grad():
@@ -151,9 +151,9 @@ def test_a_write_through_a_view_rounds_the_whole_by_a_new_scale(quantizer, write
 
 @tiled
 @for_each("write", VIEWS)
-def test_a_write_through_a_view_of_tiles_is_refused(quantizer, write):
+def test_a_write_through_a_view_of_a_tiled_tensor_is_refused(quantizer, write):
     write = VIEWS[write]
-    tensor = made(quantizer)
+    tensor = code_tensor(quantizer)
     before = tensor.values()
     with pytest.raises(QuantizationError, match=r"through a view .* in tiles .*copy that back"):
         write(tensor)
@@ -180,28 +180,28 @@ def test_a_write_through_a_view_of_tiles_is_refused(quantizer, write):
         (torch.from_dlpack, "no address holds its values"),
     ],
 )
-def test_what_a_wrapper_would_do_wrong_is_refused(quantizer, function, message):
-    tensor = made(quantizer)
+def test_unsupported_operations_are_refused_without_changes(quantizer, function, message):
+    tensor = code_tensor(quantizer)
     before = tensor.values()
     with pytest.raises(QuantizationError, match=message):
         function(tensor)
     assert_same(tensor.values(), before)
 
 
-def test_arrays_of_it_take_no_writes():
-    array = made(ONE_SCALE["fp16"]).numpy()
+def test_numpy_arrays_of_a_code_tensor_are_read_only():
+    array = code_tensor(ONE_SCALE["fp16"]).numpy()
     with pytest.raises(ValueError, match="read-only"):
         array[0, 0] = 1.0
     with pytest.raises(RuntimeError, match="requires grad"):
         weight().numpy()
 
 
-def test_expanded_elements_take_no_writes():
+def test_writes_to_expanded_elements_are_refused():
     with pytest.raises(RuntimeError, match="more than one element"):
-        made(ONE_SCALE["fp16"])[:1].expand(4, 32).add_(1.0)
+        code_tensor(ONE_SCALE["fp16"])[:1].expand(4, 32).add_(1.0)
 
 
-def test_a_gradient_is_rounded_once_a_backward_and_clipped_in_its_scale():
+def test_gradients_are_rounded_once_per_backward_and_clipped_by_their_scale():
     w = weight()
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(2))
     for _ in range(2):
@@ -218,13 +218,13 @@ def test_a_gradient_is_rounded_once_a_backward_and_clipped_in_its_scale():
     w.grad.div_(4.0)
     assert_same(w.grad.codes.view(torch.uint8), codes.view(torch.uint8))
     expected = w.grad.values()
-    w.grad[0].mul_(0.5), expected[0].mul_(0.5)  # a part of it has no scale of its own
+    w.grad[0].mul_(0.5), expected[0].mul_(0.5)  # a row has no scale of its own
     assert_same(w.grad.values(), rounded(expected, w.grads))
     w.grad.zero_()
     assert not w.grad.values().any()
 
 
-def test_an_l2_penalty_and_a_second_derivative_are_those_of_the_values():
+def test_second_derivatives_and_l2_penalties_equal_those_of_the_values():
     w = weight(grads=None)
     stock = nn.Parameter(w.values())
     for p in (w, stock):
@@ -233,7 +233,7 @@ def test_an_l2_penalty_and_a_second_derivative_are_those_of_the_values():
     assert_same(w.grad, stock.grad)
 
 
-def test_a_loss_of_before_a_write_refuses_its_backward_pass():
+def test_backward_after_a_write_to_the_weight_is_refused():
     w = weight()
     loss = (w**2).sum()
     with torch.no_grad():
@@ -247,10 +247,10 @@ def test_a_loss_of_before_a_write_refuses_its_backward_pass():
 @for_each(
     "kind, options",
     [(torch.optim.AdamW, {"weight_decay": 0.0}), (torch.optim.SGD, {"weight_decay": 0.1, "momentum": 0.9})],
-)  # AdamW's decay is a write of its own, and rounds
+)  # AdamW's weight decay is a separate write, which rounds
 @for_each("how", [{}, {"foreach": True}, {"fused": True}])
 @one_scale
-def test_torchs_optimizers_step_on_values_and_round(quantizer, kind, options, how):
+def test_torchs_optimizers_step_on_values_and_round_them(quantizer, kind, options, how):
     ours = weight(quantizer, None)
     stock = nn.Parameter(ours.values())
     optimizers = [kind([p], lr=0.1, **options, **how) for p in (ours, stock)]
@@ -264,7 +264,7 @@ def test_torchs_optimizers_step_on_values_and_round(quantizer, kind, options, ho
 
 
 @one_scale
-def test_parameters_are_copied_and_pickled_with_their_codes(quantizer):
+def test_copied_and_pickled_parameters_keep_their_codes(quantizer):
     w = weight(quantizer).requires_grad_(False)
     for twin in (copy.deepcopy(w), pickle.loads(pickle.dumps(w)), torch.load(saved(w), weights_only=False)):
         assert isinstance(twin, CodeTensor)
@@ -281,7 +281,7 @@ def test_parameters_are_copied_and_pickled_with_their_codes(quantizer):
         torch.load(saved(w))
 
 
-def test_memory_is_shared_when_asked():
+def test_share_memory_shares_the_codes():
     w = weight()
     assert not w.is_shared()
     assert w.share_memory_() is w
@@ -292,9 +292,9 @@ def test_memory_is_shared_when_asked():
 @backends
 @every
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*bf16 and fp16 are mixed")
-def test_compiled_functions_read_it(quantizer, backend):
+def test_compiled_functions_read_the_values(quantizer, backend):
     torch._dynamo.reset()
-    w = parameter(made(quantizer))
+    w = parameter(code_tensor(quantizer))
     stock = nn.Parameter(w.values())
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(3))
 
@@ -311,7 +311,7 @@ def test_compiled_functions_read_it(quantizer, backend):
 @backends
 @one_scale
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*bf16 and fp16 are mixed")
-def test_compiled_functions_write_to_it(quantizer, backend):
+def test_compiled_functions_round_their_writes(quantizer, backend):
     torch._dynamo.reset()
 
     def halve(w):
@@ -322,24 +322,26 @@ def test_compiled_functions_write_to_it(quantizer, backend):
 
     ours, twin = weight(quantizer), weight(quantizer)
     found = torch.compile(halve, backend=backend, fullgraph=True)(ours)
-    near = {"rtol": 2.0**-3, "atol": 0.01} if backend == "inductor" else {"rtol": 0, "atol": 0}  # it rounds at the end
+    near = (
+        {"rtol": 2.0**-3, "atol": 0.01} if backend == "inductor" else {"rtol": 0, "atol": 0}
+    )  # Inductor rounds only at the end
     torch.testing.assert_close(found, halve(twin), **near)
     torch.testing.assert_close(ours.values(), twin.values(), **near)
     assert_same(rounded(ours.values(), quantizer), ours.values())
 
 
-def test_the_network_is_refused(tmp_path):
+def test_collectives_are_refused(tmp_path):
     store = f"file://{tmp_path}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
         for send in (torch.distributed.all_reduce, lambda x: torch.distributed.broadcast(x, 0)):
             with pytest.raises(QuantizationError, match=r"collectives do not send: send tensor.detach\(\).clone\(\)"):
-                send(made(ONE_SCALE["fp16"]))
+                send(code_tensor(ONE_SCALE["fp16"]))
     finally:
         torch.distributed.destroy_process_group()
 
 
-def test_values_without_dispatch_have_a_gradient():
+def test_values_of_is_differentiable():
     w, stock = weight(grads=None), weight(grads=None)
     (ops.values_of(w) ** 3).sum().backward()
     (stock**3).sum().backward()

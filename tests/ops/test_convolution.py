@@ -1,4 +1,4 @@
-"""Convolutions whose 16-bit products are carried in float32, against torch's own and against exact ones."""
+"""Convolutions whose 16-bit matmuls are emulated in float32, against torch's own and against exact ones."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def passes(layer, x, recipe):
 
 @every_layer
 @pytest.mark.parametrize("recipe", ["bf16-mixed", "fp16-mixed"])
-def test_carried_equals_torchs_own_up_to_the_order_of_its_sums(layer, shape, recipe, carry):
+def test_emulated_convolutions_match_torchs_up_to_the_order_of_sums(layer, shape, recipe, carry):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     carry(torch.bfloat16, torch.float16)
     ours = passes(layer, x, recipe)
@@ -50,17 +50,17 @@ def test_carried_equals_torchs_own_up_to_the_order_of_its_sums(layer, shape, rec
 
 
 @every_layer
-def test_the_forward_is_the_exact_product_rounded_once(layer, shape, carry):
+def test_the_emulated_forward_is_the_exact_result_rounded_once(layer, shape, carry):
     carry(torch.float16)
     x = torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(0)).float()
-    with torch.no_grad():  # small whole numbers: every sum is exact in float32, so that order means nothing
+    with torch.no_grad():  # small integers: every sum is exact in float32 in any order
         for p in layer.parameters():
             p.copy_(torch.randint(-8, 9, p.shape, generator=torch.Generator().manual_seed(1)))
     expected = layer.double()(x.double()).to(torch.float16).float()
     assert_same(passes(layer.float(), x, "fp16-mixed")[0], expected.detach())
 
 
-def test_a_subclass_with_its_own_forward_and_a_patched_layer_are_left_alone():
+def test_subclasses_with_their_own_forward_and_patched_layers_are_not_adapted():
     class Mine(nn.Conv2d):
         def forward(self, x):
             return super().forward(x)

@@ -1,4 +1,4 @@
-"""Quantised tensors in files: they come back as they were, and a file that lies is refused."""
+"""Quantized tensors in files: they round-trip exactly, and invalid files are refused."""
 
 import itertools
 import json
@@ -48,7 +48,7 @@ SHAPES = [(6, 70), (2, 3, 33), (5,), (), (0, 4)]
     ),
     ids=str,
 )
-def test_there_and_back(quantizer, shape, path):
+def test_a_saved_tensor_loads_exactly(quantizer, shape, path):
     before = halfstep.quantize(sample(shape), quantizer)
     halfstep.save_quantized({"block.weight": before}, path)
     after = halfstep.load_quantized(path)["block.weight"]
@@ -58,7 +58,7 @@ def test_there_and_back(quantizer, shape, path):
     assert_same(after.dequantize(), before.dequantize())
 
 
-def test_several_tensors_of_several_dtypes(path):
+def test_a_file_with_several_tensors_and_dtypes_loads(path):
     kept = {str(d): halfstep.quantize(sample(dtype=d), "mxfp4") for d in (torch.float64, torch.bfloat16, torch.float16)}
     halfstep.save_quantized(kept, path)
     for name, quantized in halfstep.load_quantized(path).items():
@@ -66,7 +66,7 @@ def test_several_tensors_of_several_dtypes(path):
 
 
 def rewritten(path, change, **tensors):
-    """The file of one mxfp4 tensor, its description changed by `change` and its tensors by name."""
+    """Write a file with one mxfp4 tensor, then change its description by `change` and its tensors by name."""
     quantized = halfstep.quantize(sample(), "mxfp4")
     halfstep.save_quantized({"w": quantized}, path)
     length = struct.unpack("<Q", path.read_bytes()[:8])[0]
@@ -106,13 +106,13 @@ def rewritten(path, change, **tensors):
     ],
     ids=str,
 )
-def test_a_description_that_lies_is_refused(path, change, words):
+def test_invalid_descriptions_are_refused(path, change, words):
     rewritten(path, change)
     with pytest.raises(CheckpointError, match=words):
         halfstep.load_quantized(path)
 
 
-def test_options_are_a_table_and_were_words(path):
+def test_options_of_a_scaling_load_from_a_table_or_from_text(path):
     for scaling in ({"name": "floor", "margin": 1}, "floor margin=1"):
         rewritten(path, {"scaling": scaling})
         scales = halfstep.load_quantized(path)["w"].quantizer.scales
@@ -127,7 +127,7 @@ def test_options_are_a_table_and_were_words(path):
         ({"codes": torch.zeros(6, 35, dtype=torch.int8)}, "'codes' is .*int8"),
     ],
 )
-def test_tensors_of_the_wrong_kind_are_refused(path, tensors, words):
+def test_tensors_of_the_wrong_shape_or_dtype_are_refused(path, tensors, words):
     rewritten(path, {}, **tensors)
     with pytest.raises(CheckpointError, match=words):
         halfstep.load_quantized(path)

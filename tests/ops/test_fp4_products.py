@@ -1,4 +1,4 @@
-"""Layers in FP4 with a scale a row, clamps and estimators, against what their quantizers say in float64."""
+"""Linear layers in FP4 with one scale per row, clamps and estimators, against their quantizers in float64."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def drawn(rows, inputs, outputs, dtype=torch.bfloat16):
 
 
 def e5m2(x):
-    """Rounded as one tensor, in float64."""
+    """x rounded to E5M2 with one scale, in float64."""
     factor = 57344 / x.abs().max()
     return halfstep.round_to(x * factor, "e5m2").double() / factor.double()
 
@@ -55,7 +55,8 @@ def scales(x):
 
 
 def reference(spec, x, w, dy):
-    """Forward and both gradients from the quantizers' values, scales along a sum multiplied into dy before rounding."""
+    """The forward and both gradients from the quantizers' values; scales along a sum are multiplied into dy before
+    rounding."""
     inputs, weights = spec.output.lhs, spec.output.rhs
     xr, wr = inputs(x.float()).double(), weights(w).double()
     dx_of = dw_of = e5m2(dy.float())
@@ -76,10 +77,10 @@ def assert_near(found, wanted, tolerance):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "dtype",
-    slow_unless({torch.bfloat16}.__contains__, [torch.bfloat16, torch.float32, torch.float16]),  # compiled anew
+    slow_unless({torch.bfloat16}.__contains__, [torch.bfloat16, torch.float32, torch.float16]),  # another compilation
 )
 @pytest.mark.parametrize("name", ["fp4-wang", "fp4-wang-msamp"])
-def test_products_are_those_of_the_quantizers(name, dtype, shape):
+def test_matmuls_equal_those_of_the_quantizers_values(name, dtype, shape):
     spec = spec_of(name)
     x, w, b, dy = drawn(*shape, dtype)
     x, w, b = (t.requires_grad_() for t in (x, w, b))
@@ -93,8 +94,8 @@ def test_products_are_those_of_the_quantizers(name, dtype, shape):
         assert_near(gradient, expected, tolerance)
 
 
-def test_the_forward_of_rows_in_fp4_is_exact_before_its_one_rounding():
-    """Sums of FP4's whole numbers have the bits of exact fractions: float64, rounded once to float32 for the scales."""
+def test_the_forward_of_fp4_rows_is_exact_before_one_rounding():
+    """Sums of FP4's values, multiples of 0.5, are exact in float64; then rounded once to float32 for the scales."""
     x, w, _, _ = drawn(96, 384, 80)
     spec = linear_spec(fp4(), fp4(), GRAD)
     y = ops.linear(x, w, None, spec)
@@ -106,7 +107,7 @@ def test_the_forward_of_rows_in_fp4_is_exact_before_its_one_rounding():
     assert torch.equal(y, (sums * 4 * ((sx / 2) * (sw / 2).t())).to(y.dtype))
 
 
-PLACES = {
+QUANTIZERS = {
     "rows": fp4(),
     "columns": fp4(ROW.transposed),
     "tensor": fp4(TENSOR),
@@ -122,9 +123,9 @@ PLACES = {
 
 
 @pytest.mark.quick("rows", "unscaled", "delayed")
-@pytest.mark.parametrize("place", PLACES)
-def test_an_estimator_multiplies_the_weights_gradient_wherever_its_scale_lies(place):
-    quantizer = PLACES[place]
+@pytest.mark.parametrize("kind", QUANTIZERS)
+def test_an_estimator_multiplies_the_weights_gradient_for_every_scaling(kind):
+    quantizer = QUANTIZERS[kind]
     x, w, _, dy = drawn(32, 64, 48, torch.float32)
     states = None
     factor = None
@@ -143,13 +144,13 @@ def test_an_estimator_multiplies_the_weights_gradient_wherever_its_scale_lies(pl
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kernel", [1, 3])
-@pytest.mark.parametrize("place", ["rows", "mx", "tensor"])
-def test_an_estimator_multiplies_a_convolutions_gradient(place, kernel, transposed):
+@pytest.mark.parametrize("kind", ["rows", "mx", "tensor"])
+def test_an_estimator_multiplies_a_convolutions_gradient(kind, kernel, transposed):
     torch.manual_seed(0)
     x = torch.randn(2, 8, 6, 6)
     make = nn.ConvTranspose2d if transposed else nn.Conv2d
     gradients, steps = [], []
-    for quantizer in (PLACES[place], replace(PLACES[place], estimator=Estimator())):
+    for quantizer in (QUANTIZERS[kind], replace(QUANTIZERS[kind], estimator=Estimator())):
         layer = make(8, 12, kernel, bias=False)
         with torch.no_grad():
             layer.weight.copy_(torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(1)))
@@ -158,8 +159,8 @@ def test_an_estimator_multiplies_a_convolutions_gradient(place, kernel, transpos
         y.backward(torch.ones_like(y))
         gradients.append(layer.weight.grad)
         rows = layer.weight.detach().transpose(0, 1) if transposed else layer.weight.detach()
-        rows = rows.flatten(2).transpose(1, 2)  # a row an output channel, place by place its input channels
-        matrix = rows.flatten(0, 1) if place == "mx" else rows.flatten(1)  # blocks begin anew at each place
+        rows = rows.flatten(2).transpose(1, 2)  # one row per output channel, with the input channels of each tap
+        matrix = rows.flatten(0, 1) if kind == "mx" else rows.flatten(1)  # blocks restart at each tap
         slope = replace(quantizer, estimator=Estimator()).derivative(matrix.contiguous()).view(rows.shape)
         slope = slope.transpose(1, 2).reshape(rows.shape[0], rows.shape[2], kernel, kernel)
         steps.append(slope.transpose(0, 1) if transposed else slope)
@@ -169,8 +170,8 @@ def test_an_estimator_multiplies_a_convolutions_gradient(place, kernel, transpos
 @pytest.mark.quick("tensor-input", "tensor-grad_output")
 @pytest.mark.parametrize("side", ["input", "weight", "grad_output"])
 @pytest.mark.parametrize("quantizer", [fp4(), get_quantizer("mxfp4"), fp4(TENSOR)], ids=["rows", "mx", "tensor"])
-def test_a_remainder_on_any_side_is_part_of_the_operand(side, quantizer):
-    """Alone rounded, in float32: the product is that of the quantizer's values, remainder and all."""
+def test_a_clamps_remainder_is_added_to_any_operand(side, quantizer):
+    """With only that operand rounded, in float32: the result is that of the quantizer's values with the remainder."""
     clamped = replace(quantizer, clamp=Clamp(0.95))
     x, w, _, dy = drawn(32, 64, 48, torch.float32)
     x, w = x.requires_grad_(), w.requires_grad_()
@@ -186,23 +187,25 @@ def test_a_remainder_on_any_side_is_part_of_the_operand(side, quantizer):
     assert_near(dw, g2.double().t() @ two.double(), 1e-6)
 
 
-def test_two_remainders_meet():
+def test_remainders_of_both_operands_are_added():
     spec = linear_spec(fp4(clamp=Clamp(0.9)), fp4(clamp=Clamp(0.9)))
     x, w, _, _ = drawn(32, 64, 48, torch.float32)
     assert_near(ops.linear(x, w, None, spec), spec.output.lhs(x).double() @ spec.output.rhs(w).double().t(), 1e-6)
 
 
-def test_a_lost_row_is_seen():
+def test_a_row_with_an_infinity_becomes_nan():
     x, w, _, _ = drawn(8, 64, 48)
     x[3, 5] = float("inf")
     y = ops.linear(x, w, None, linear_spec(fp4(), fp4()))
     assert y.isnan().any(1).tolist() == [row == 3 for row in range(8)]
-    assert ops.linear(x, w, None, spec_of("fp4-wang")).isnan().all()  # whose quantiles are the tensor's
+    assert (
+        ops.linear(x, w, None, spec_of("fp4-wang")).isnan().all()
+    )  # its clamp's quantiles are those of the whole tensor
 
 
 @pytest.mark.parametrize("name", ["fp4-wang", "fp4-wang-msamp"])
-def test_a_stock_gradient_and_one_without_estimator_differ(name):
-    """A recipe that dropped its estimator in silence would train alike."""
+def test_gradients_with_and_without_the_estimator_differ(name):
+    """Else a recipe that lost its estimator would not be noticed."""
     spec = spec_of(name)
     straight = replace(spec.output.rhs, estimator=None)
     without = LinearSpec(
@@ -221,8 +224,8 @@ def test_a_stock_gradient_and_one_without_estimator_differ(name):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_recurrent_layers_take_the_estimator(kind):
-    """One step of a layer of two products: each gradient is that without estimator, times the slopes."""
+def test_recurrent_layers_use_the_estimator(kind):
+    """One step of a layer with two matmuls: each gradient equals that without the estimator, times the slopes."""
     found = []
     for estimator in (None, Estimator()):
         torch.manual_seed(0)
@@ -251,12 +254,12 @@ def test_recurrent_layers_take_the_estimator(kind):
         (lambda q: get_storage(fp4(clamp=Clamp())), "stored with a clamp 0.99, compensated.*operands of matmuls"),
     ],
 )
-def test_where_no_estimator_or_clamp_can_be_it_is_refused(make, words):
+def test_unsupported_uses_of_estimators_and_clamps_are_refused(make, words):
     with pytest.raises(RecipeError, match=words):
         make(fp4(estimator=Estimator()))
 
 
-def test_attention_takes_a_clamp_without_compensation():
+def test_attention_accepts_a_clamp_without_compensation():
     layer = nn.MultiheadAttention(16, 2, batch_first=True)
     quantizer = fp4(clamp=Clamp(0.9, "row", compensation=False))
     x = torch.randn(2, 5, 16)
@@ -266,7 +269,7 @@ def test_attention_takes_a_clamp_without_compensation():
 
 
 @pytest.mark.parametrize("name", ["fp4-wang", "fp4-wang-msamp"])
-def test_a_layer_quantised_for_inference_gives_what_training_gave(name):
+def test_a_layer_quantized_for_inference_equals_the_trained_one(name):
     model, _, _ = prepared(name)
     x = torch.randn(5, 8)
     with torch.no_grad():
@@ -278,7 +281,7 @@ def test_a_layer_quantised_for_inference_gives_what_training_gave(name):
         assert_same(stored(x), before)
 
 
-def test_smooth_swiglus_channels_meet_a_remainder():
+def test_channel_scales_apply_to_the_remainder():
     x, w, _, _ = drawn(16, 32, 8, torch.float32)
     channels = torch.exp2(torch.randint(-3, 4, (32,)).float())
     spec = linear_spec(fp4(clamp=Clamp(0.9)), None)
@@ -290,7 +293,7 @@ def test_smooth_swiglus_channels_meet_a_remainder():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.slow  # what the fast tests trace goes the same way
 @pytest.mark.parametrize("name", ["fp4-wang", "fp4-wang-msamp"])
-def test_eager_and_traced_graphs_agree_bit_for_bit(name):
+def test_traced_graphs_equal_eager_bit_for_bit(name):
     results = []
     for backend in (None, "aot_eager"):
         model, _, scaler = prepared(name)
@@ -306,8 +309,8 @@ FEW_BITS = ("mxfp4", "mxfp4-rht", "nvfp4", "fp4-wang", "fp4-wang-msamp", "fp4-zh
 
 @pytest.mark.quick("mxfp4-rht", "fp4-wang-msamp")
 @pytest.mark.parametrize("name", FEW_BITS)
-def test_no_recipe_takes_the_reference(name, monkeypatch):
-    """Which costs a step ten times as much: each of its operands has a kernel, in every rule."""
+def test_every_operand_of_fp4_recipes_has_a_kernel(name, monkeypatch):
+    """The reference would make a step ten times as slow."""
     for module, function in ((Quantizer, "quantize"), (clamp_operators, "round_to"), (clamp_operators, "sparse")):
         monkeypatch.setattr(module, function, lambda *arguments, found=function, **options: pytest.fail(found))
     x, w, b, dy = drawn(64, 96, 80)

@@ -1,4 +1,4 @@
-"""A linear layer as three products: nothing rounded is torch's own, rounded is the reference written out."""
+"""A linear layer's three matmuls: equal to torch's without rounding, and to a written-out reference with it."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def results(function, x, w, b):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
-def test_an_empty_spec_is_torchs_linear_bit_for_bit(shape, dtype, bias, carry):
+def test_an_empty_spec_equals_torchs_linear(shape, dtype, bias, carry):
     carry()
     x, w, b = operands(shape, dtype, bias)
     found = results(lambda *t: ops.linear(*t, LinearSpec()), x, w, b)
@@ -61,7 +61,7 @@ def test_an_empty_spec_is_torchs_linear_bit_for_bit(shape, dtype, bias, carry):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
-def test_an_empty_spec_under_autocast_is_torchs_linear_under_autocast(dtype, bias, carry):
+def test_an_empty_spec_under_autocast_equals_torchs_linear_under_autocast(dtype, bias, carry):
     carry()
     x, w, b = operands((3, 5), torch.float32, bias)
     with torch.autocast("cpu", dtype):
@@ -71,8 +71,8 @@ def test_an_empty_spec_under_autocast_is_torchs_linear_under_autocast(dtype, bia
     assert_same(found, expected)
 
 
-def written_out(x, w, b):
-    """The three products of SPEC by hand, in float32."""
+def reference(x, w, b):
+    """The three matmuls of SPEC in float32."""
     x, w, b = x.detach(), w.detach(), b.detach()
     rows = x.reshape(-1, 5)
     y = round_to(rows, "e4m3fn") @ round_to(w, "e5m2", "toward_zero").t() + b
@@ -87,8 +87,9 @@ def written_out(x, w, b):
     ("name", "size"), slow_unless(("nvfp4", 16).__eq__, [("nvfp4", 16), ("mxfp4", 32), ("mxfp8", 32)])
 )
 @for_each("fan_out, fan_in", [(37, 50), (32, 64), (3, 70)])
-def test_square_tiles_are_rounded_once_for_both_products(name, size, fan_out, fan_in):
-    """Identities on the other side show the weights that each product took, and a second draw would differ."""
+def test_square_tiles_are_rounded_once_for_both_matmuls(name, size, fan_out, fan_in):
+    """Identity matrices as the other operand show the rounded weight of each matmul; stochastic rounding would differ
+    the second time."""
     blocks = replace(get_quantizer(name), rounding="stochastic")
     tiles = replace(blocks, scales=replace(blocks.scales, tile=square(size)))
     w = torch.randn(fan_out, fan_in, requires_grad=True)
@@ -104,8 +105,8 @@ def test_square_tiles_are_rounded_once_for_both_products(name, size, fan_out, fa
 @pytest.mark.parametrize("dtype", slow_unless({torch.float32}.__contains__, [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("tile", slow_unless({square(16)}.__contains__, [block(16), square(16)]), ids=str)
 @pytest.mark.parametrize("rule", slow_unless("two_level".__eq__, ["two_level", "two_level_up"]))
-def test_two_levels_of_scales_are_the_reference_written_out(rule, tile, dtype):
-    """The tensors' scales enter the product before its one rounding; a traced graph has the same operands."""
+def test_two_level_scales_equal_the_reference(rule, tile, dtype):
+    """The tensor scales enter the matmul before its one rounding, and a traced graph has the same operands."""
     quantizer = get_quantizer("nvfp4", scale=rule)
     quantizer = replace(quantizer, scales=replace(quantizer.scales, tile=tile))
     product = Matmul(quantizer, quantizer)
@@ -115,15 +116,15 @@ def test_two_levels_of_scales_are_the_reference_written_out(rule, tile, dtype):
     down = quantizer.down
     pairs = [(x, w.t(), quantizer, down), (dy, w, quantizer, down), (dy.t(), x, quantizer, down)]
     for actual, (lhs, rhs, one, other) in zip(found, pairs, strict=True):
-        wanted = written(lhs, one) @ written(rhs, other)
+        wanted = decoded(lhs, one) @ decoded(rhs, other)
         torch.testing.assert_close(actual.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-5)
     same_bits(operand(x.t(), down, torch.float32).values, operand(x, quantizer, torch.float32).values.t())
-    traced = torch.compile(lambda x: parts(operand(x, down, dtype)), backend="aot_eager", fullgraph=True)
-    for actual, wanted in zip(traced(x), parts(operand(x, down, dtype)), strict=True):
+    traced = torch.compile(lambda x: values_and_scale(operand(x, down, dtype)), backend="aot_eager", fullgraph=True)
+    for actual, wanted in zip(traced(x), values_and_scale(operand(x, down, dtype)), strict=True):
         same_bits(actual, wanted)
 
 
-def parts(one):
+def values_and_scale(one):
     return one.values, one.scale
 
 
@@ -133,17 +134,17 @@ def results_of(spec, x, w, dy):
     return y.detach(), *torch.autograd.grad(y, (x, w), dy)
 
 
-def written(x, quantizer):
-    """The values of a matrix in float64, by the reference: of its own view, as if it lay so."""
+def decoded(x, quantizer):
+    """The quantized values of a matrix in float64, by the reference; views are made contiguous first."""
     return quantizer.quantize(x.contiguous()).dequantize(torch.float64)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (2, 3, 5), (7, 5)])
-def test_a_spec_is_the_reference_written_out_and_not_the_stock_layer(shape):
+def test_a_spec_equals_the_reference_and_differs_from_the_stock_layer(shape):
     x, w, b = operands(shape, torch.float32, True)
     found = results(lambda *t: ops.linear(*t, SPEC), x, w, b)
     stock = results(F.linear, x, w, b)
-    for actual, wanted, plain in zip(found[:3], written_out(x, w, b)[:3], stock, strict=False):
+    for actual, wanted, plain in zip(found[:3], reference(x, w, b)[:3], stock, strict=False):
         torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-6)
         assert (actual - plain).abs().max() > 1e-2
     torch.testing.assert_close(found[3], stock[3])
@@ -151,7 +152,7 @@ def test_a_spec_is_the_reference_written_out_and_not_the_stock_layer(shape):
 
 @pytest.mark.parametrize("product", ["output", "grad_input", "grad_weight"])
 @pytest.mark.parametrize("side", ["lhs", "rhs"])
-def test_each_operand_is_rounded_in_its_own_product_only(product, side):
+def test_each_operand_is_rounded_only_in_its_own_matmul(product, side):
     x, w, b = operands((3, 5), torch.float32, True)
     spec = LinearSpec(**{product: Matmul(**{side: A})})
     found, stock = results(lambda *t: ops.linear(*t, spec), x, w, b), results(F.linear, x, w, b)
@@ -160,7 +161,7 @@ def test_each_operand_is_rounded_in_its_own_product_only(product, side):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_have_their_tensors_dtype_and_shape_and_layout_does_not_matter(dtype):
+def test_gradients_have_their_tensors_dtype_and_shape_for_any_layout(dtype):
     x, w, b = operands((2, 3, 5), dtype, True)
     turned = x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     found = results(lambda *t: ops.linear(*t, SPEC), turned, w, b)
@@ -169,7 +170,7 @@ def test_gradients_have_their_tensors_dtype_and_shape_and_layout_does_not_matter
     assert_same(found, results(lambda *t: ops.linear(*t, SPEC), x, w, b))
 
 
-def test_what_needs_no_gradient_gets_none():
+def test_tensors_without_requires_grad_get_no_gradient():
     x, w, b = operands((3, 5), torch.float32, True)
     y = ops.linear(x.detach(), w, b.detach(), SPEC)
     y.sum().backward()
@@ -178,8 +179,8 @@ def test_what_needs_no_gradient_gets_none():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_carried_products_are_exact_products_rounded_once(dtype):
-    """Products of 16-bit values summed in float64, rounded once, are at most a float32 sum's error away."""
+def test_emulated_matmuls_are_exact_ones_rounded_once(dtype):
+    """Sums of 16-bit products in float64, rounded once, differ at most by a float32 sum's error."""
     lhs, rhs, bias = (torch.randn(*s).to(dtype) for s in ((6, 32), (32, 4), (4,)))
     for b in (None, bias):
         exact = lhs.double() @ rhs.double() + (0 if b is None else b.double())
@@ -190,7 +191,7 @@ def test_carried_products_are_exact_products_rounded_once(dtype):
 
 
 @pytest.mark.parametrize("quantizer", [A, E, Quantizer(formats.get("bf16"), "stochastic")])
-def test_the_gradient_of_quantize_is_the_identity(quantizer):
+def test_the_gradient_of_fake_quantize_is_the_identity(quantizer):
     x = torch.randn(3, 4, requires_grad=True)
     torch.manual_seed(2)
     y = ops.fake_quantize(x, quantizer)

@@ -1,4 +1,5 @@
-"""Multipliers of products: exact products times the number, rounded once, on every path; and the two verbs."""
+"""Multipliers of matmuls: the exact result times the multiplier, rounded once, on every path; and
+scale_forward/backward."""
 
 import itertools
 
@@ -65,45 +66,47 @@ def passes(function, *inputs, grad):
     return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
 
 
-def numbers(rows, fan_in, fan_out, spec=TIMES):
+def factors_of(rows, fan_in, fan_out, spec=TIMES):
     """The factors of y, dx, dw and db."""
     sizes = (rows, fan_in, fan_out), (rows, fan_out, fan_in), (fan_out, rows, fan_in), (fan_out, rows, 1)
     products = spec.output, spec.grad_input, spec.grad_weight, spec.grad_weight
     return [1.0 if p.multiplier is None else p.multiplier.of(*size) for p, size in zip(products, sizes, strict=True)]
 
 
-def assert_once_rounded(found, exact, dtype, size):
-    """Within one rounding to the dtype of the exact number, and float32's sums of terms of that size."""
+def assert_rounded_once(found, exact, dtype, size):
+    """The error is at most one rounding to the dtype plus that of float32 sums of terms of that size."""
     error = (found.double() - exact).abs()
     allowed = EPSILON[dtype] * 1.001 * exact.abs() + 2.0**-20 * size + torch.finfo(dtype).tiny
     assert bool((error <= allowed).all()), float((error / allowed).max())
 
 
 @every_path
-def test_a_linear_layers_products_have_their_multiplier_before_their_one_rounding(
+def test_multipliers_apply_before_the_one_rounding_of_a_linear_layers_matmuls(
     dtype, carries, operands, bias, monkeypatch
 ):
     carry(monkeypatch, dtype, carries)
     spec = OPERANDS[operands]
     x, w, b, grad = tensors(dtype, bias)
     found = passes(lambda *t: ops.linear(*t, spec.times(TIMES)), x, w, b, grad=grad)
-    kind = torch.float64 if operands == "nothing rounded" else torch.float32  # in which operands are rounded alike
+    kind = (
+        torch.float64 if operands == "nothing rounded" else torch.float32
+    )  # the dtype in which both are rounded alike
     wide = [t if t is None else t.to(kind) for t in (x, w, b)]
     exact = passes(lambda *t: ops.linear(*t, spec), *wide, grad=grad.to(kind))  # no multiplier, no rounding
     exact, wide = [t.double() for t in exact], [t if t is None else t.double() for t in wide]
-    factors = numbers(48, 40, 56)
+    factors = factors_of(48, 40, 56)
     if bias:
         exact[0] = (exact[0] - wide[2]) * factors[0] + wide[2]
     else:
         exact[0] = exact[0] * factors[0]
     for one, other, factor in zip(found, exact, [1.0, *factors[1:]], strict=False):
-        assert_once_rounded(one, other * factor, dtype, 60 * factor + 4)
+        assert_rounded_once(one, other * factor, dtype, 60 * factor + 4)
         assert one.dtype == dtype
 
 
 @pytest.mark.slow
 @for_each("carries", [False, True])
-def test_what_would_overflow_without_its_multiplier_does_not(carries, monkeypatch):
+def test_a_multiplier_prevents_an_overflow_in_fp16(carries, monkeypatch):
     carry(monkeypatch, torch.float16, carries)
     x, w = torch.full((4, 64), 60.0, dtype=torch.float16), torch.full((8, 64), 60.0, dtype=torch.float16)
     assert torch.isinf(ops.linear(x, w, None, LinearSpec())).all()
@@ -112,24 +115,24 @@ def test_what_would_overflow_without_its_multiplier_does_not(carries, monkeypatc
         assert (y == 28800).all()
 
 
-def test_a_product_that_sums_otherwise_has_its_multiplier_after_the_sum():
+def test_with_an_accumulator_the_multiplier_applies_after_the_sum():
     accumulate = get_accumulator("hopper")
     spec = linear_spec(get_quantizer("e4m3fn"), get_quantizer("e4m3fn"), get_quantizer("e5m2"), accumulate)
     x, w, _, grad = tensors(torch.float32, False)
     found = passes(lambda *t: ops.linear(*t, None, spec.times(TIMES)), x, w, grad=grad)
     without = passes(lambda *t: ops.linear(*t, None, spec), x, w, grad=grad)
-    for one, other, factor in zip(found, without, numbers(48, 40, 56), strict=False):
+    for one, other, factor in zip(found, without, factors_of(48, 40, 56), strict=False):
         torch.testing.assert_close(one, other * factor, rtol=1e-6, atol=0)
 
 
-def test_without_a_bias_that_needs_it_the_gradient_of_a_bias_is_the_sum_of_rows_times_its_own():
+def test_the_biass_gradient_has_the_multiplier_of_its_own_size():
     x, w, b, grad = tensors(torch.float32)
     *_, db = passes(lambda *t: ops.linear(*t, TIMES), x, w, b, grad=grad)
     torch.testing.assert_close(db, grad.double().sum((0, 1)).mul(56**0.5 * 48**-0.5).float())
 
 
 @for_each("operands", list(OPERANDS))
-def test_a_quantised_layer_in_inference_has_the_multiplier_of_its_output(operands):
+def test_a_rounded_weight_in_inference_uses_the_outputs_multiplier(operands):
     spec = OPERANDS[operands]
     x, w, b, _ = tensors(torch.float32)
     weight = ops.rounded_weight(w, spec, torch.float32).sides.output
@@ -141,7 +144,7 @@ def test_a_quantised_layer_in_inference_has_the_multiplier_of_its_output(operand
 @pytest.mark.slow
 @traces
 @for_each("operands", ["nothing rounded", "casts", "a scale of the tensor"])
-def test_a_traced_layer_computes_the_same(operands):
+def test_a_traced_layer_matches_eager(operands):
     spec = OPERANDS[operands].times(TIMES)
     x, w, b, grad = tensors(torch.float32)
     traced = torch.compile(lambda *t: ops.linear(*t, spec), backend="aot_eager", fullgraph=True)
@@ -153,7 +156,7 @@ def test_a_traced_layer_computes_the_same(operands):
 
 @pytest.mark.slow  # what the fast tests trace goes the same way
 @traces
-def test_a_traced_layer_takes_batches_of_any_size():
+def test_a_traced_layer_accepts_any_batch_size():
     traced = torch.compile(lambda *t: ops.linear(*t, TIMES), backend="aot_eager", fullgraph=True, dynamic=True)
     for rows in ((2, 24), (3, 7), (5, 11)):
         x, w, b, grad = tensors(torch.float32, rows=rows)
@@ -163,8 +166,8 @@ def test_a_traced_layer_takes_batches_of_any_size():
 
 
 @pytest.mark.skipif(not hasattr(F, "scaled_mm"), reason="before torch 2.10 there is no torch.nn.functional.scaled_mm")
-def test_fp8_units_take_the_multiplier_with_the_scale(monkeypatch):
-    """What `scaled_mm` is asked for, where there are no units: their product written out."""
+def test_native_fp8_matmuls_multiply_the_scale_by_the_multiplier(monkeypatch):
+    """scaled_mm is replaced by its definition, since no GPU is needed."""
 
     def product(a, b, scale_a, kind_a, scale_b, kind_b, *swizzles, bias, output_dtype):
         y = (a.double() @ b.double()) * scale_a.double() * scale_b.double()
@@ -177,7 +180,7 @@ def test_fp8_units_take_the_multiplier_with_the_scale(monkeypatch):
     lhs, rhs = (Operand(v, s) for v, s in zip(values, scales, strict=True))
     found = scaled_mm.run(lhs, rhs, b, torch.bfloat16, 0.3)
     exact = 2 * torch.tensor(0.3).double() * (values[0].double() @ values[1].double()) + b.double()
-    assert_once_rounded(found, exact, torch.bfloat16, 50)
+    assert_rounded_once(found, exact, torch.bfloat16, 50)
     rows = Operand(values[0], torch.full((16, 1), 0.5)), Operand(values[1], torch.full((1, 48), 4.0))
     same_bits(scaled_mm.run(*rows, b, torch.bfloat16, 0.3), found)
 
@@ -191,8 +194,8 @@ WINDOWS = {
 }
 
 
-def of_convolution(window, x, w, y):
-    """The factors of y, dx, dw and db, written out."""
+def factors_of_convolution(window, x, w, y):
+    """The factors of y, dx, dw and db, from their definition."""
     taps, stride = w[2] * w[3], window.stride[0] * window.stride[1]
     terms = w[1] * taps, w[0] // window.groups * taps / stride
     fan_in, fan_out = reversed(terms) if window.transposed else terms
@@ -214,7 +217,7 @@ def of_convolution(window, x, w, y):
     ),
 )
 @for_each("window, operands", itertools.product(WINDOWS, OPERANDS))
-def test_a_convolutions_products_have_their_multiplier(window, operands, dtype, carries, monkeypatch):
+def test_multipliers_apply_to_a_convolutions_matmuls(window, operands, dtype, carries, monkeypatch):
     carry(monkeypatch, dtype, carries)
     spec, (window, shape) = OPERANDS[operands], WINDOWS[window]
     generator = torch.Generator().manual_seed(0)
@@ -227,15 +230,15 @@ def test_a_convolutions_products_have_their_multiplier(window, operands, dtype, 
     exact = passes(lambda *t: ops.convolution(*t, window, spec), *wide, grad=grad.double())
     exact[0] = exact[0] - wide[2].view(-1, 1, 1)
     widened = window.widened(x)
-    factors = of_convolution(window, widened.shape, w.shape, y.shape)
+    factors = factors_of_convolution(window, widened.shape, w.shape, y.shape)
     for number, (one, other, factor) in enumerate(zip(found, exact, factors, strict=True)):
         expected = other * factor + (wide[2].view(-1, 1, 1) if number == 0 else 0)
-        assert_once_rounded(one, expected, dtype, 60 * factor + 4)
+        assert_rounded_once(one, expected, dtype, 60 * factor + 4)
 
 
 @for_each("dtype, carries", [(torch.float32, False), (torch.bfloat16, True), (torch.float64, False)])
-def test_attentions_products_have_theirs(dtype, carries, monkeypatch):
-    """On torch's path, which has them on its inputs, and in the products of the rounded path; causal too."""
+def test_multipliers_apply_to_attentions_matmuls(dtype, carries, monkeypatch):
+    """On torch's path, which multiplies the inputs, and on the rounded path; with and without a causal mask."""
     carry(monkeypatch, dtype, carries)
     scores = LinearSpec(*[Matmul(multiplier=Multiplier(constant=c)) for c in (0.5, 0.75, 1.5)])
     mix = LinearSpec(*[Matmul(multiplier=Multiplier(constant=c)) for c in (3.0, 1.25, 0.6)])
@@ -244,9 +247,9 @@ def test_attentions_products_have_theirs(dtype, carries, monkeypatch):
     q, k, v, grad = (torch.randn(2, 3, n, 8, generator=generator).to(dtype) for n in (7, 9, 9, 7))
     for causal in (False, True):
         found = passes(lambda *t: ops.attention(*t, causal, spec=spec), q, k, v, grad=grad)  # noqa: B023
-        exact = _written_out(q.double(), k.double(), v.double(), grad.double(), causal)
+        exact = _reference(q.double(), k.double(), v.double(), grad.double(), causal)
         for one, other in zip(found, exact, strict=True):
-            assert_once_rounded(one, other, dtype, 8)
+            assert_rounded_once(one, other, dtype, 8)
         rounded = AttentionSpec(scores, mix.times(LinearSpec()) if dtype != torch.float32 else mix)
         slow = passes(lambda *t: ops.rounded_attention(*t, causal, None, 0.0, rounded, dtype)[0], q, k, v, grad=grad)  # noqa: B023
         for one, other in zip(slow, exact, strict=True):
@@ -255,8 +258,8 @@ def test_attentions_products_have_theirs(dtype, carries, monkeypatch):
             )
 
 
-def _written_out(q, k, v, grad, causal):
-    """y, dq, dk, dv with each product's factor, by the chain rule."""
+def _reference(q, k, v, grad, causal):
+    """y, dq, dk, dv with each matmul's factor, by the chain rule."""
     scores = q @ k.mT * q.shape[-1] ** -0.5 * 0.5
     if causal:
         scores = scores.masked_fill(~torch.ones(scores.shape[-2:]).bool().tril(), -torch.inf)
@@ -266,12 +269,12 @@ def _written_out(q, k, v, grad, causal):
     return p @ v * 3, ds @ k * 0.75, ds.mT @ q * 1.5, p.mT @ grad * 0.6
 
 
-def test_a_second_derivative_is_that_of_the_gradients_as_they_are():
-    """y = a x w^T and dx = c dy w: the derivative of a function of dx by dy and w has c."""
+def test_second_derivatives_are_those_of_the_multiplied_gradients():
+    """y = a x w^T and dx = c dy w: the derivative of a function of dx with respect to dy and w has the factor c."""
     x, w, b, grad = (t.double().requires_grad_() for t in tensors(torch.float32))
     y = ops.linear(x, w, b, TIMES)
     (dx,) = torch.autograd.grad(y, x, grad, create_graph=True)
-    factor = numbers(48, 40, 56)[1]
+    factor = factors_of(48, 40, 56)[1]
     torch.testing.assert_close(dx, grad @ w * factor)
     found = torch.autograd.grad(dx.square().sum(), [grad, w])
     expected = torch.autograd.grad((grad @ w * factor).square().sum(), [grad, w])
@@ -280,7 +283,7 @@ def test_a_second_derivative_is_that_of_the_gradients_as_they_are():
 
 @traces
 @for_each("name", ["linear", "convolution"])
-def test_forward_mode_and_vmap_go_by_the_forward_factor(name):
+def test_forward_mode_and_vmap_use_the_forwards_multiplier(name):
     if name == "linear":
         x, w, b, _ = (t.double() for t in tensors(torch.float32))
         function = lambda x, w: ops.linear(x, w, b, TIMES)  # noqa: E731
@@ -297,7 +300,7 @@ def test_forward_mode_and_vmap_go_by_the_forward_factor(name):
     torch.testing.assert_close(torch.func.vmap(function, (0, None))(x[:, None], w)[:, 0], plain(x, w))
 
 
-def test_multipliers_stand_in_a_recipes_text_and_file():
+def test_multipliers_round_trip_through_data_and_show_in_describe():
     recipe = from_data(
         {
             "name": "mine",
@@ -329,20 +332,20 @@ def test_multipliers_stand_in_a_recipes_text_and_file():
         (0.5, "multiplier = 0.5 found; expected a table"),
     ],
 )
-def test_a_multiplier_that_means_nothing_is_an_error(given, message):
+def test_invalid_multipliers_are_refused(given, message):
     data = {"name": "mine", "rules": [{"path": "*", "output": {"multiplier": given}}]}
     with pytest.raises(RecipeError, match=message):
         from_data(data, get_recipe)
 
 
-def test_two_sets_of_multipliers_are_an_error():
+def test_two_sets_of_multipliers_are_refused():
     with pytest.raises(RecipeError, match="two sets of multipliers"):
         TIMES.times(TIMES)
     assert OPERANDS["casts"].times(LinearSpec()) == OPERANDS["casts"]
     assert TIMES.times(LinearSpec()) == TIMES
 
 
-def test_another_librarys_weight_has_no_place_for_a_multiplier():
+def test_multipliers_with_another_librarys_weight_are_refused():
     class Theirs(torch.Tensor):
         pass
 
@@ -351,7 +354,7 @@ def test_another_librarys_weight_has_no_place_for_a_multiplier():
         ops.linear(x, w.as_subclass(Theirs), b, TIMES)
 
 
-def test_a_product_without_rows_or_terms_is_empty():
+def test_matmuls_without_rows_or_terms_are_empty_or_zero():
     for rows, fan_in in ((0, 5), (3, 0)):
         x, w = torch.randn(rows, fan_in, requires_grad=True), torch.randn(4, fan_in, requires_grad=True)
         y = ops.linear(x, w, None, TIMES)
@@ -361,10 +364,10 @@ def test_a_product_without_rows_or_terms_is_empty():
         assert not w.grad.any()
 
 
-# ---- the verbs ------------------------------------------------------------------------------------------------------
+# ---- scale_forward and scale_backward -------------------------------------------------------------------------------
 
 
-def test_the_verbs_scale_one_pass_each():
+def test_scale_forward_and_scale_backward_scale_one_pass_each():
     x = torch.randn(5, requires_grad=True)
     y = ops.scale_forward(x, 3.0)
     torch.testing.assert_close(y, 3 * x)
@@ -377,7 +380,7 @@ def test_the_verbs_scale_one_pass_each():
 
 
 @for_each("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_verbs_keep_the_dtype_and_round_once(dtype):
+def test_scaling_keeps_the_dtype_and_rounds_once(dtype):
     x = torch.randn(1000).to(dtype).requires_grad_()
     y = ops.scale_forward(x, 0.3)
     same_bits(y.detach(), (x.detach().double() * 0.3).to(dtype) if dtype == torch.float64 else (x.detach() * 0.3))
@@ -387,7 +390,7 @@ def test_the_verbs_keep_the_dtype_and_round_once(dtype):
 
 
 @traces
-def test_the_verbs_compose_with_what_torch_does_to_functions():
+def test_scaling_works_under_compile_checkpoint_and_torch_func():
     x = torch.randn(6, dtype=torch.float64, requires_grad=True)
     function = lambda x: ops.scale_backward(ops.scale_forward(x.sin(), 3.0), 0.5).square()  # noqa: E731
     (first,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
@@ -405,14 +408,14 @@ def test_the_verbs_compose_with_what_torch_does_to_functions():
     torch.testing.assert_close(second, 0.5 * 6 * x)
 
 
-def test_a_view_that_a_verb_gives_is_not_written_to_in_silence():
+def test_an_in_place_write_to_a_scaled_view_is_refused():
     x = torch.randn(3, requires_grad=True)
     y = ops.scale_backward(x * 1, 2.0)
     with pytest.raises(RuntimeError, match=r"in-?place"):
         y += 1
 
 
-def test_what_cannot_be_scaled_is_an_error():
+def test_scaling_integers_or_by_nan_is_refused():
     with pytest.raises(ModelError, match="expected a floating one"):
         ops.scale_forward(torch.arange(3), 2.0)
     with pytest.raises(ModelError, match="expected finite numbers"):
@@ -420,7 +423,7 @@ def test_what_cannot_be_scaled_is_an_error():
 
 
 @for_each("dtype", DTYPES)
-def test_a_gradient_is_the_same_where_its_own_derivative_may_be_taken(dtype):
+def test_create_graph_and_autocast_do_not_change_gradients(dtype):
     x, w, b, grad = tensors(dtype)
     leaves = [t.requires_grad_() for t in (x, w, b)]
     y = ops.linear(*leaves, TIMES)
@@ -437,7 +440,7 @@ def test_a_gradient_is_the_same_where_its_own_derivative_may_be_taken(dtype):
 @for_each("dtype", DTYPES)
 @for_each("shapes", [((3, 4), (3, 4)), ((2, 3, 4), (3, 4)), ((3, 1), (3, 4)), ((0, 4), (0, 4))])
 @for_each("weights", [(0.3, 0.7), (0.5, 0.5), (1.0, -2.0)])
-def test_a_weighted_sum_and_the_factors_of_its_gradients(dtype, shapes, weights):
+def test_weighted_sum_multiplies_values_and_gradients(dtype, shapes, weights):
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes)
     total = weighted_sum(x, y, weights, (2.0, 1.0))
@@ -453,11 +456,11 @@ def test_a_weighted_sum_and_the_factors_of_its_gradients(dtype, shapes, weights)
         )
     assert torch.equal(
         x, torch.randn(shapes[0], generator=torch.Generator().manual_seed(0)).to(dtype)
-    )  # not written to
+    )  # x was not written to
     if shapes[0] == shapes[1] and x.numel():
         mapped = torch.func.vmap(lambda a: weighted_sum(a, y[0], weights, (2.0, 1.0)))(x)
         torch.testing.assert_close(mapped[0], total[0], **close)
         (second,) = torch.autograd.grad(
             torch.autograd.grad(weighted_sum(x**2, y, weights, (2.0, 1.0)).sum(), x, create_graph=True)[0].sum(), x
         )
-        torch.testing.assert_close(second, torch.full_like(x, 4.0))  # of 2 x^2
+        torch.testing.assert_close(second, torch.full_like(x, 4.0))  # the second derivative of 2 x^2

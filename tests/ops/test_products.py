@@ -1,4 +1,4 @@
-"""Products of quantised operands, carried in wider numbers: the exact product, rounded once."""
+"""Matmuls of quantized operands, emulated in a wider dtype: the exact result, rounded once."""
 
 import itertools
 
@@ -44,7 +44,7 @@ both_kinds_of_cpu = pytest.mark.usefixtures("products")
 
 
 def reference(x, quantizer):
-    """What the operand stands for, in float64."""
+    """The operand's values in float64."""
     return quantizer.quantize(x).dequantize(torch.float64)
 
 
@@ -62,20 +62,20 @@ def draw(*shape, seed=0):
         itertools.product([torch.bfloat16, torch.float32], [0.0, 3.0]),
     ),
 )
-def test_an_operand_is_what_its_quantizer_makes(pair, dtype, spread):
+def test_an_operand_equals_its_quantizers_values(pair, dtype, spread):
     x = (draw(40, 256) * torch.exp(spread * draw(40, 1, seed=1))).to(dtype)
     for quantizer in pair:
         made = operand(x, quantizer, torch.bfloat16)
         value = made.values.double() * (1.0 if made.scale is None else made.scale.double())
         exact = reference(x.double() if quantizer.scales.rule.name == "fixed" else x.float(), quantizer)
-        # A scale apart is the same scale; a float32 scale times a value is rounded to float32 in the reference.
+        # The reference rounds a float32 scale times a value to float32; the operand keeps them separate.
         torch.testing.assert_close(value, exact, rtol=2.0**-23, atol=0)
 
 
 @every_pair
 @both_kinds_of_cpu
 @pytest.mark.parametrize("shared", [256, 1024])
-def test_a_product_is_the_exact_one_rounded_once(pair, shared):
+def test_a_matmul_is_the_exact_one_rounded_once(pair, shared):
     left, right = draw(96, shared), draw(64, shared, seed=1) * torch.exp(draw(64, 1, seed=2))
     lhs, rhs = (operand(x, q, torch.bfloat16) for x, q in zip((left, right), pair, strict=True))
     scale = lhs.scale if rhs.scale is None else rhs.scale if lhs.scale is None else lhs.scale * rhs.scale
@@ -90,7 +90,7 @@ def test_a_product_is_the_exact_one_rounded_once(pair, shared):
 
 
 @both_kinds_of_cpu
-def test_a_bias_is_added_before_the_one_rounding():
+def test_the_bias_is_added_before_the_one_rounding():
     x, w, b = draw(32, 64), draw(16, 64, seed=1), draw(16, seed=2).to(torch.bfloat16)
     lhs, rhs = (operand(t, tensorwise("e4m3fn"), torch.bfloat16) for t in (x, w))
     scale = lhs.scale * rhs.scale
@@ -102,8 +102,8 @@ def test_a_bias_is_added_before_the_one_rounding():
 @pytest.mark.quick("mxfp8_e4m3-along rows", "mxfp8_e4m3-down columns", "fp8_128x128-along rows")
 @pytest.mark.parametrize("down", [False, True], ids=["along rows", "down columns"])
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "fp8_1x128", "fp8_128x128"])
-def test_subnormal_bf16_numbers_go_by_float32_where_units_would_lose_them(name, down, carry):
-    """bf16 units of CPUs take numbers below 2^-126 for zeros."""
+def test_subnormal_bf16_values_use_float32(name, down, carry):
+    """CPUs' bf16 matmuls flush values below 2^-126 to zero."""
     carry()
     quantizer, x = get_quantizer(name, scale="rceil"), torch.ones(256, 256)
     used, turned = (quantizer.down, x.t()) if down else (quantizer, x)
@@ -120,8 +120,8 @@ def test_subnormal_bf16_numbers_go_by_float32_where_units_would_lose_them(name, 
 
 @pytest.mark.quick("mxfp8_e4m3")
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "fp8_1x128"])
-def test_an_operand_down_columns_lies_in_memory_along_them(name):
-    """The shared dimension of a product in one piece: so the product adds up as it does for a transposed copy."""
+def test_an_operand_rounded_down_columns_is_contiguous_along_them(name):
+    """The contracted dimension is contiguous, so that the matmul sums in the order of a transposed copy."""
     quantizer, x = get_quantizer(name, scale="rceil"), draw(256, 96).bfloat16()
     made, copied = (
         operand(t, q, torch.bfloat16).values for t, q in ((x, quantizer.down), (x.t().contiguous(), quantizer))
@@ -130,7 +130,7 @@ def test_an_operand_down_columns_lies_in_memory_along_them(name):
     assert_same(made, copied.t())
 
 
-def test_values_that_do_not_fit_the_compute_dtype_go_by_float32():
+def test_values_that_the_compute_dtype_cannot_represent_use_float32():
     wide = operand(draw(4, 32), tensorwise("e5m2"), torch.float16)
     assert wide.values.dtype == torch.float16
     exact = operand(draw(4, 32), Quantizer(formats.get("e8m10")), torch.bfloat16)
@@ -140,13 +140,13 @@ def test_values_that_do_not_fit_the_compute_dtype_go_by_float32():
 
 @pytest.mark.parametrize("name", ["current", "rceil"])
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_what_is_not_finite_is_seen_in_the_whole_tensor(name, value):
+def test_a_nonfinite_value_makes_the_whole_tensor_nan(name, value):
     x = draw(4, 8)
     x[1, 2] = value
     assert operand(x, tensorwise("e4m3fn", name), torch.bfloat16).values.isnan().all()
 
 
-def test_tensors_of_zeros_and_of_nothing():
+def test_zero_and_empty_tensors_give_zeros():
     for quantizer in (tensorwise("e4m3fn"), tensorwise("e4m3fn", "rceil", margin=3), tensorwise("e4m3fn", "fixed")):
         for x in (torch.zeros(3, 4), torch.zeros(0, 4)):
             made = operand(x, quantizer, torch.bfloat16)
@@ -154,7 +154,7 @@ def test_tensors_of_zeros_and_of_nothing():
             assert (made.values == 0).all()
 
 
-def test_a_linear_layer_rounds_each_operand_along_its_products_shared_dimension():
+def test_a_linear_layer_rounds_operands_along_the_contracted_dimension():
     """Blocks lie along `in` for the output, along `out` for dx, along the rows for dw."""
     quantizer = get_quantizer("mxfp8_e4m3", scale="rceil")
     x, w, dy = draw(64, 96).requires_grad_(), draw(32, 96, seed=1).requires_grad_(), draw(64, 32, seed=2)
@@ -169,8 +169,8 @@ def test_a_linear_layer_rounds_each_operand_along_its_products_shared_dimension(
         torch.testing.assert_close(found.detach(), exact.float(), rtol=1e-5, atol=1e-5)
 
 
-def test_the_scale_with_a_margin_leaves_room_for_fp16_accumulation():
-    """Perez et al. 2023: scaled amaxes lie in (120, 240] without and (15, 30] with a margin of 3."""
+def test_a_margin_of_3_prevents_overflow_in_fp16_accumulation():
+    """Perez et al. 2023: scaled amaxes lie in (120, 240] without and in (15, 30] with a margin of 3."""
     e4 = formats.get("e4m3fnuz")
     for seed in range(200):
         amax = (draw(1, seed=seed).abs() * 10.0 ** (12 * draw(1, seed=seed + 1000).tanh()))[0]
@@ -184,8 +184,8 @@ def test_the_scale_with_a_margin_leaves_room_for_fp16_accumulation():
     assert raw[0] > 65504 > 8 * raw[3]
 
 
-def test_a_constant_scale_has_a_window():
-    """Perez et al. 2023, Table 6: one bias for all tensors works inside a window only."""
+def test_a_constant_scale_is_accurate_only_in_a_range():
+    """Perez et al. 2023, Table 6: one exponent bias for all tensors."""
     x, w = draw(64, 512), draw(512, 64, seed=1) / 8
     exact, error = x.double() @ w.double(), {}
     for bias in (-8, 0, 3, 8):
@@ -217,7 +217,7 @@ DTYPES = [
     ),
 )
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic", pytest.param("up", marks=pytest.mark.slow)])
-def test_scaled_rounding_is_a_product_in_float32_then_rounding(format, dtypes, rounding):
+def test_scaled_rounding_multiplies_in_float32_then_rounds(format, dtypes, rounding):
     format, (source, target) = formats.get(format), dtypes
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e30, -1e-30, 2.0**-130])
     x = torch.cat([draw(20_001).exp(), special]).to(source)
@@ -231,7 +231,7 @@ def test_scaled_rounding_is_a_product_in_float32_then_rounding(format, dtypes, r
     "source",
     [torch.float32, torch.bfloat16, torch.float64, pytest.param(torch.float16, marks=pytest.mark.slow)],
 )
-def test_scaled_rounding_raises_an_amax_in_the_same_pass(source):
+def test_scaled_rounding_updates_an_amax_in_the_same_pass(source):
     format, factor = formats.get("e4m3fn"), torch.tensor(3.7)
     for size in (0, 1, 17, 16_384, 40_001):
         x = (draw(size) - 7.0).to(source)
@@ -245,7 +245,7 @@ def test_scaled_rounding_raises_an_amax_in_the_same_pass(source):
                 assert_same(found, round_scaled(y, factor, format, "nearest_even", torch.bfloat16))
                 expected = torch.maximum(torch.tensor(before), amax_of(y))
                 assert_same(amax, torch.tensor([9.0, expected, 9.0]))
-                if source == torch.bfloat16:  # in place, too
+                if source == torch.bfloat16:  # also in place
                     amax, z = torch.tensor(before), y.clone()
                     kernel.run(z, z, format, "nearest_even", "saturate", None, factor, amax)
                     assert_same(z, found)

@@ -1,4 +1,4 @@
-"""Products whose operands a Hadamard transform rotates: the reference written out, and what is refused."""
+"""Matmuls whose operands are multiplied by a Hadamard transform: against a reference, and what is refused."""
 
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ PRODUCTS = ("output", "grad_input", "grad_weight")
 
 
 def spec_of(quantizer=FP4, **rotations):
-    """All operands rounded alike, and the products of these names rotated."""
+    """The same quantizer for all operands, and Hadamard transforms for the named matmuls."""
     return LinearSpec(**{name: Matmul(quantizer, quantizer, hadamard=rotations.get(name)) for name in PRODUCTS})
 
 
@@ -56,11 +56,11 @@ def linear(spec):
     return lambda x, w: ops.linear(x, w, None, spec)
 
 
-def written_out(spec, x, w, dy):
-    """Each product by its definition: both operands rotated along the dimension that is summed over, and rounded."""
+def reference(spec, x, w, dy):
+    """Each matmul by its definition: both operands rotated along the contracted dimension, then rounded."""
 
     def times(a, b, matmul):
-        """a (rows, shared) times b (columns, shared) transposed."""
+        """a (rows, shared) times the transpose of b (columns, shared)."""
         if matmul.hadamard is not None:
             a, b = (rotate(side, matmul.hadamard.signs()) for side in (a, b))
         return matmul.lhs(a) @ matmul.rhs(b).t()
@@ -73,10 +73,10 @@ def written_out(spec, x, w, dy):
 @pytest.mark.parametrize("quantizer", [FP4, NV], ids=["mxfp4", "nvfp4"])
 @pytest.mark.parametrize("which", [(), *[(name,) for name in PRODUCTS], PRODUCTS])
 @pytest.mark.parametrize("rows", [37, 32, 1])
-def test_it_is_the_reference_written_out(quantizer, which, rows):
+def test_rotated_matmuls_equal_the_reference(quantizer, which, rows):
     spec = spec_of(quantizer, **dict.fromkeys(which, R16))
     x, w, dy = tensors(rows)
-    for found, expected in zip(results(linear(spec), x, w, dy), written_out(spec, x, w, dy), strict=True):
+    for found, expected in zip(results(linear(spec), x, w, dy), reference(spec, x, w, dy), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -86,8 +86,8 @@ ROTATIONS = (R16, R32, Hadamard(64, "random"))
 @pytest.mark.parametrize(
     ("hadamard", "which"), slow_unless((R16, "output").__eq__, pairs(ROTATIONS, PRODUCTS)), ids=str
 )
-def test_operands_that_rounding_leaves_give_the_same_product(hadamard, which):
-    """And another rotation of one operand would not: it changes what is rounded."""
+def test_rotations_of_unrounded_operands_cancel(hadamard, which):
+    """And they change the rounded operands of their matmul only."""
     x, w, dy = tensors()
     found = results(linear(spec_of(EXACT, **{which: hadamard})), x, w, dy)
     for actual, expected in zip(found, results(linear(spec_of(EXACT)), x, w, dy), strict=True):
@@ -98,16 +98,20 @@ def test_operands_that_rounding_leaves_give_the_same_product(hadamard, which):
     assert changed == [which == name for name in PRODUCTS]
 
 
-def test_a_rotated_tensor_is_rounded_for_each_product_anew():
-    """Tiles that lie alike in both products, and one scale a tensor, whose values are kept elsewhere."""
+def test_a_rotated_tensor_is_rounded_separately_for_each_matmul():
+    """Square tiles and per-tensor scales, whose values are shared between matmuls without a rotation."""
     for tiles in (get_quantizer("fp8_128x128", scale="rceil"), get_quantizer("int8_tensor")):
         spec = spec_of(tiles, grad_weight=R16)
         assert spec_of(tiles).rerounded == frozenset()
         assert spec.rerounded == {"input", "grad_output"}
         x, w, dy = tensors()
-        for found, expected in zip(results(linear(spec), x, w, dy), written_out(spec, x, w, dy), strict=True):
+        for found, expected in zip(results(linear(spec), x, w, dy), reference(spec, x, w, dy), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert spec_of(output=R16).rerounded == {"input", "weight", "grad_output"}  # blocks lie along each product's own
+    assert spec_of(output=R16).rerounded == {
+        "input",
+        "weight",
+        "grad_output",
+    }  # blocks lie along each matmul's contracted dimension
     current = halfstep.get_recipe("fp8-current").rules[-1].linear
     assert current.input_codes is not None
     rotated = replace(current, grad_weight=replace(current.grad_weight, hadamard=R16))
@@ -118,7 +122,7 @@ def test_a_rotated_tensor_is_rounded_for_each_product_anew():
 
 @pytest.mark.parametrize("which", [("output",), ("grad_input",), PRODUCTS])
 @pytest.mark.parametrize("seed", [3, "random"])
-def test_a_weight_that_is_rounded_for_several_calls_keeps_its_signs(which, seed):
+def test_a_weight_rounded_for_several_calls_keeps_its_signs(which, seed):
     spec = spec_of(EXACT, **dict.fromkeys(which, Hadamard(16, seed)))
     x, w, dy = tensors()
     found = results(lambda x, w: ops.linear(x, ops.rounded_weight(w, spec, torch.float32), None, spec), x, w, dy)
@@ -126,8 +130,8 @@ def test_a_weight_that_is_rounded_for_several_calls_keeps_its_signs(which, seed)
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_a_multiplier_counts_the_dimension_as_it_was():
-    """Which a rotation fills with zeros: 37 rows are 48."""
+def test_a_multiplier_uses_the_unpadded_dimension():
+    """A rotation pads 37 rows with zeros to 48."""
     x, w, dy = tensors()
     times = LinearSpec(*[Matmul(multiplier=Multiplier(shared=-0.5))] * 3)
     plain = results(linear(spec_of(EXACT).times(times)), x, w, dy)
@@ -138,19 +142,19 @@ def test_a_multiplier_counts_the_dimension_as_it_was():
 
 @pytest.mark.parametrize(
     "dtype",
-    slow_unless({torch.float64}.__contains__, [torch.bfloat16, torch.float64, torch.float16]),  # compiled anew
+    slow_unless({torch.float64}.__contains__, [torch.bfloat16, torch.float64, torch.float16]),  # another compilation
 )
-def test_in_other_dtypes(dtype):
+def test_rotated_matmuls_in_other_dtypes_match_the_reference(dtype):
     spec = spec_of(**dict.fromkeys(PRODUCTS, R16))
     x, w, dy = (t.detach().to(dtype) for t in tensors())
     found = results(linear(spec), x.requires_grad_(), w.requires_grad_(), dy)
     wide = torch.promote_types(dtype, torch.float32)
-    for actual, expected in zip(found, written_out(spec, x.to(wide), w.to(wide), dy.to(wide)), strict=True):
+    for actual, expected in zip(found, reference(spec, x.to(wide), w.to(wide), dy.to(wide)), strict=True):
         assert actual.dtype == dtype
         torch.testing.assert_close(actual.to(wide), expected, rtol=2 * torch.finfo(dtype).eps + 1e-6, atol=1e-2)
 
 
-def test_an_empty_batch():
+def test_an_empty_batch_gives_zero_weight_gradients():
     spec = spec_of(**dict.fromkeys(PRODUCTS, R16))
     x, w, dy = tensors(rows=0)
     y, dx, dw = results(linear(spec), x, w, dy)
@@ -160,7 +164,7 @@ def test_an_empty_batch():
 
 
 @pytest.mark.parametrize("which", PRODUCTS)
-def test_stacks_of_matrices(which):
+def test_rotations_of_stacked_matrices_cancel(which):
     spec = spec_of(EXACT, **{which: R16})
     q, k = (torch.randn(2, 3, 21, 8, requires_grad=True) for _ in range(2))
     dy = torch.randn(2, 3, 21, 21)
@@ -201,7 +205,7 @@ def gradients(model, x, times=1):
         ),
     ],
 )
-def test_graphs_compute_what_eager_computes(rotations):
+def test_traced_graphs_equal_eager(rotations):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(20, 32)), torch.randn(21, 20)
     halfstep.apply(model, recipe_of(spec_of(**rotations)))
@@ -216,7 +220,7 @@ def test_graphs_compute_what_eager_computes(rotations):
 @pytest.mark.quick("Hadamard 16-True", "Hadamard 16-False")
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("hadamard", [R16, Hadamard(16, "random")], ids=str)
-def test_checkpointing_changes_nothing(reentrant, hadamard):
+def test_checkpointing_changes_no_bit(reentrant, hadamard):
     model, x = model_and_batch()
     stochastic = replace(FP4, rounding="stochastic")
     halfstep.apply(model, recipe_of(spec_of(stochastic, output=hadamard, grad_input=hadamard)))
@@ -235,14 +239,14 @@ def test_checkpointing_changes_nothing(reentrant, hadamard):
         torch.testing.assert_close(p.grad, grad)
 
 
-def test_accumulated_gradients_are_those_of_each_pass():
+def test_accumulated_gradients_are_the_sum_of_the_passes():
     model, x = model_and_batch()
     halfstep.apply(model, recipe_of(ALL_ROTATED))
     once, twice = gradients(model, x), gradients(model, x, times=2)
     assert_same([grad * 2 for grad in once], twice)
 
 
-def test_training_follows_the_transform_and_reverts():
+def test_gradients_use_the_transform_until_revert():
     model, x = model_and_batch()
     stock = gradients(model, x)
     halfstep.apply(model, recipe_of(spec_of(grad_weight=R16)))
@@ -252,10 +256,10 @@ def test_training_follows_the_transform_and_reverts():
     halfstep.apply(model, recipe_of(spec_of()))
     plain = gradients(model, x)
     assert not torch.equal(rotated[0], plain[0])
-    assert torch.equal(rotated[1], plain[1])  # a bias is a sum
+    assert torch.equal(rotated[1], plain[1])  # a bias's gradient is a sum, without a matmul
 
 
-def test_what_each_operand_loses_is_that_of_the_rotated_one():
+def test_operand_errors_are_those_of_the_rotated_operands():
     x, w, dy = tensors(rows=32, fan_in=32, fan_out=32)
     layer = nn.Linear(32, 32, bias=False)
     layer.weight.data.copy_(w)
@@ -272,16 +276,16 @@ def test_what_each_operand_loses_is_that_of_the_rotated_one():
     torch.set_rng_state(state)
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sides", [(FP4, None), (None, FP4), (None, None)])
-def test_a_transform_wants_both_operands_rounded(sides):
+def test_a_transform_with_an_unrounded_operand_is_refused(sides):
     with pytest.raises(RecipeError, match="beside an operand with no rounding: it rotates both operands"):
         Matmul(*sides, hadamard=R16)
 
 
-def test_a_state_is_of_a_tensor_as_it_lies():
+def test_a_transform_with_delayed_scaling_is_refused():
     delayed = halfstep.get_recipe("fp8-delayed").rules[-1].linear.output.lhs
     with pytest.raises(
         RecipeError, match=r"beside an operand with delayed: .*Round both with a scaling without a state"
@@ -289,7 +293,7 @@ def test_a_state_is_of_a_tensor_as_it_lies():
         Matmul(FP4, delayed, hadamard=R16)
 
 
-def test_a_convolution_is_kept_and_says_why():
+def test_convolutions_are_kept_under_a_transform():
     model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Conv1d(4, 4, 1), nn.Flatten(), nn.Linear(24, 4))
     report = halfstep.apply(model, recipe_of(spec_of(grad_weight=R16)))
     assert report.quantized == ("3",)
@@ -300,13 +304,13 @@ def test_a_convolution_is_kept_and_says_why():
         ops.convolution(x, weight, None, Window((1,), (0,), (1,)), spec_of(grad_weight=R16))
 
 
-def test_codes_of_rotated_weights_are_no_model():
+def test_quantize_model_refuses_rotated_forwards():
     with pytest.raises(RecipeError, match="rotates its forward matmuls"):
         halfstep.quantize_model(mlp(), recipe_of(spec_of(output=R16)))
-    halfstep.quantize_model(mlp(), recipe_of(spec_of(grad_weight=R16)))  # whose forward product is as ever
+    halfstep.quantize_model(mlp(), recipe_of(spec_of(grad_weight=R16)))  # its forward matmul is not rotated
 
 
-def test_channels_that_are_divided_afterwards_cannot_be_rotated():
+def test_smoothing_by_token_with_a_rotated_forward_is_refused():
     x, w, dy = tensors()
     powers = torch.full((40,), 2.0)
     with pytest.raises(RecipeError, match="smooth_glu = 'token'"):
@@ -317,7 +321,7 @@ def test_channels_that_are_divided_afterwards_cannot_be_rotated():
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-4)
 
 
-# ---- as data -------------------------------------------------------------------------------------------------------
+# ---- recipe data ---------------------------------------------------------------------------------------------------
 
 
 DATA = {"name": "mine", "compute": "bf16"}
@@ -334,7 +338,7 @@ read = partial(from_data, named=halfstep.get_recipe)
         ("none", None),
     ],
 )
-def test_a_recipe_of_ones_own_names_it(data, expected):
+def test_transforms_round_trip_through_data(data, expected):
     rule = {"path": "*", "input": "nvfp4", "weight": "nvfp4", "grad_output": "nvfp4", "grad_weight": {"hadamard": data}}
     made = read({**DATA, "rules": [rule]})
     linear = made.rules[-1].linear
@@ -353,7 +357,7 @@ def test_a_recipe_of_ones_own_names_it(data, expected):
         ("16", "expected a table"),
     ],
 )
-def test_data_that_mean_nothing(data, message):
+def test_invalid_transforms_are_refused(data, message):
     with pytest.raises(RecipeError, match=message):
         read(
             {
@@ -363,10 +367,10 @@ def test_data_that_mean_nothing(data, message):
         )
 
 
-def test_pairs_of_rotated_products_are_not_confused():
-    """Every choice of which products are rotated: what each keeps of the forward is what it needs."""
+def test_all_combinations_of_rotated_matmuls_equal_the_reference():
+    """Each saves for backward what it needs."""
     x, w, dy = tensors()
     for which in pairs((None, R16, R32), repeat=3):
         spec = spec_of(get_quantizer("int8_tensor"), **dict(zip(PRODUCTS, which, strict=True)))
-        for found, expected in zip(results(linear(spec), x, w, dy), written_out(spec, x, w, dy), strict=True):
+        for found, expected in zip(results(linear(spec), x, w, dy), reference(spec, x, w, dy), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""A convolution as three products: against a linear layer where it is one, and against tap by tap written out."""
+"""Convolutions with rounded operands: equal to a linear layer if 1x1, else to a tap-by-tap reference."""
 
 import itertools
 
@@ -19,7 +19,7 @@ EVERY = {name: rules[-1].linear for name in recipe.list_recipes() if (rules := r
 SPECS = {name: spec for name, spec in EVERY.items() if not spec.rotates}
 ROUNDING = [name for name, spec in SPECS.items() if spec.rounds and not spec.accumulates]
 REPEATED = [name for name in ROUNDING if all(q.rounding != "stochastic" for q in SPECS[name].quantizers)]
-"""Whose rounding draws nothing, so that two orders of a tensor's elements are rounded alike."""
+"""Without stochastic rounding, so that the order of a tensor's elements does not matter."""
 POINT = Window((1, 1), (0, 0), (1, 1))
 CASES = {
     "3x3": (Window((1, 1), (1, 1), (1, 1)), (2, 40, 5, 4), (6, 40, 3, 3)),
@@ -50,7 +50,7 @@ def operands(window, shape, filters, seed=0):
     generator = torch.Generator().manual_seed(seed)
     outputs = filters[1] * window.groups if window.transposed else filters[0]
 
-    def make(*sizes):  # of many magnitudes, so that tiles have scales of their own
+    def make(*sizes):  # of many magnitudes, so that tiles have different scales
         x = torch.randn(*sizes, generator=generator) * 8 ** torch.randn(*sizes, generator=generator)
         return x.requires_grad_()
 
@@ -63,7 +63,7 @@ def results(function, tensors):
     return (y.detach(), *torch.autograd.grad(y, tensors, grad)), grad.float()
 
 
-def along(parts, quantizer):
+def round_taps(parts, quantizer):
     """(rows, taps, channels) rounded: a tile of whole rows over all taps, any other tap by tap."""
     whole = quantizer.scales is None or quantizer.scales.tile.columns == 0
     if whole:
@@ -71,8 +71,8 @@ def along(parts, quantizer):
     return torch.stack([quantizer(parts[:, tap].contiguous()) for tap in range(parts.shape[1])], 1)
 
 
-def written_out(window, x, weight, grad, spec):
-    """The three products, group by group in float64: torch's own convolution of what each one's operands round to."""
+def reference(window, x, weight, grad, spec):
+    """The three matmuls, group by group in float64: torch's own convolutions of the rounded operands."""
     groups, whole = window.groups, lambda q: q.scales is not None and q.scales.tile == Tile(0, 0)
 
     def on_places(t, quantizer, down=False):
@@ -81,7 +81,11 @@ def written_out(window, x, weight, grad, spec):
         parts = []
         for part in t.chunk(groups, 1):
             rows = part.movedim(1, -1).flatten(0, -2)
-            rows = along(rows.t()[:, None], quantizer)[:, 0].t() if down else along(rows[:, None], quantizer)[:, 0]
+            rows = (
+                round_taps(rows.t()[:, None], quantizer)[:, 0].t()
+                if down
+                else round_taps(rows[:, None], quantizer)[:, 0]
+            )
             parts.append(rows.reshape(*part.movedim(1, -1).shape).movedim(-1, 1))
         return torch.cat(parts, 1)
 
@@ -93,7 +97,7 @@ def written_out(window, x, weight, grad, spec):
             taps = part.flatten(2)  # (out, in, taps), of a transposed one (in, out, taps)
             swapped = window.transposed != down
             rows = taps.permute(1, 2, 0) if swapped else taps.permute(0, 2, 1)
-            rows = along(rows.contiguous(), quantizer)
+            rows = round_taps(rows.contiguous(), quantizer)
             parts.append((rows.permute(2, 0, 1) if swapped else rows.permute(0, 2, 1)).reshape(part.shape))
         return torch.cat(parts, 0)
 
@@ -110,14 +114,14 @@ def written_out(window, x, weight, grad, spec):
 
 
 @for_each("case, tile", itertools.product(CASES, TILES), fast=in_turn([*CASES], [*TILES]))
-def test_each_product_is_that_of_operands_rounded_along_its_shared_dimension(case, tile):
+def test_convolutions_equal_those_of_operands_rounded_along_the_contracted_dimension(case, tile):
     window, shape, filters = CASES[case]
     q = TILES[tile]
     spec = linear_spec(input=q, weight=q, grad_output=q)
     tensors = operands(window, shape, filters)
     found, grad = results(lambda x, w, b: ops.convolution(x, w, b, window, spec), tensors)
     plain, _ = results(lambda x, w, b: ops.convolution(x, w, b, window), tensors)
-    y, *expected = written_out(window, *tensors[:2], grad, spec)
+    y, *expected = reference(window, *tensors[:2], grad, spec)
     wanted = [y + tensors[2].detach().view(-1, *[1] * (y.dim() - 2)), *expected]
     for actual, exact, stock in zip(found, wanted, plain, strict=False):
         scale = exact.abs().max()
@@ -136,7 +140,7 @@ def test_each_product_is_that_of_operands_rounded_along_its_shared_dimension(cas
         itertools.product([torch.float32, torch.bfloat16, torch.float16], [False, True]),
     ),
 )
-def test_a_convolution_of_one_place_is_the_linear_layer_of_its_channels_bit_for_bit(name, transposed, dtype):
+def test_a_1x1_convolution_equals_the_linear_layer_of_its_channels(name, transposed, dtype):
     spec, outcomes = SPECS[name], []
     window = Window((1, 1), (0, 0), (1, 1), transposed=transposed)
     x, weight, bias = operands(window, (2, 40, 5, 3), (40, 36, 1, 1) if transposed else (36, 40, 1, 1))
@@ -155,8 +159,8 @@ def test_a_convolution_of_one_place_is_the_linear_layer_of_its_channels_bit_for_
 
 
 @for_each("name", REPEATED, fast=[name for name in REPEATED if name in FAST])
-def test_around_one_place_the_sum_over_a_window_is_the_linear_layer_too(name):
-    """The general path: a 3x3 filter of zeros but for its centre, whole numbers whose sums are exact in any order."""
+def test_a_3x3_filter_of_zeros_around_its_center_equals_the_linear_layer(name):
+    """By the general path, with integers whose sums are exact in any order."""
     spec = SPECS[name]
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-4, 5, (2, 40, 5, 4), generator=generator).float().requires_grad_()
@@ -175,14 +179,14 @@ def test_around_one_place_the_sum_over_a_window_is_the_linear_layer_too(name):
         outcomes.append([y.detach(), grad_x, grad_weight[:, :, 1, 1]])
     for found, expected in zip(*outcomes, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
-    if spec.output.lhs is None or spec.output.lhs.scales is None:  # whole numbers stay whole, and sums exact
+    if spec.output.lhs is None or spec.output.lhs.scales is None:  # integers stay integers, and sums exact
         assert_same(*outcomes)
 
 
 @pytest.mark.parametrize("product", ["output", "grad_input", "grad_weight"])
 @pytest.mark.parametrize("side", ["lhs", "rhs"])
 @pytest.mark.parametrize("tile", ["element", "block"])
-def test_each_operand_is_rounded_in_its_own_product_only(product, side, tile):
+def test_each_operand_is_rounded_only_in_its_own_matmul(product, side, tile):
     window, shape, filters = CASES["3x3"]
     tensors = operands(window, shape, filters)
     spec = LinearSpec(**{product: Matmul(**{side: TILES[tile]})})
@@ -193,7 +197,7 @@ def test_each_operand_is_rounded_in_its_own_product_only(product, side, tile):
 
 @pytest.mark.slow
 @for_each("case, dtype", itertools.product(CASES, [torch.float32, torch.bfloat16, torch.float16]))
-def test_gradients_have_their_tensors_dtype_and_layout_does_not_matter(case, dtype):
+def test_gradients_have_their_tensors_dtype_for_any_layout(case, dtype):
     window, shape, filters = CASES[case]
     tensors = [t.detach().to(dtype).requires_grad_() for t in operands(window, shape, filters)]
     turned = [tensors[0].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(), *tensors[1:]]
@@ -210,7 +214,7 @@ def test_gradients_have_their_tensors_dtype_and_layout_does_not_matter(case, dty
 
 
 @for_each("name", ROUNDING)
-def test_an_empty_batch_and_an_input_without_batch(name):
+def test_empty_batches_and_unbatched_inputs(name):
     window, shape, filters = CASES["3x3"]
     x, weight, bias = operands(window, shape, filters)
     states = lambda: {operand: q.stateful.init() for operand, q in SPECS[name].states.items()}  # noqa: E731
@@ -224,20 +228,20 @@ def test_an_empty_batch_and_an_input_without_batch(name):
     assert not weight.grad.any()
 
 
-def test_an_accumulator_is_refused():
+def test_a_spec_with_an_accumulator_is_refused():
     spec = recipe.get_recipe("fp16-accumulate").rules[-1].linear
     with pytest.raises(RecipeError, match="convolutions sum in their own way"):
         ops.convolution(torch.ones(1, 2, 3), torch.ones(2, 2, 1), None, Window((1,), (0,), (1,)), spec)
 
 
-def test_an_input_of_other_channels_is_refused():
+def test_an_input_with_another_number_of_channels_is_refused():
     _, weight, bias = operands(*CASES["3x3"])
     for shape in [(2, 39, 5, 4), (40, 5), (39, 5, 4), (2, 40, 5, 4, 1)]:
         with pytest.raises(ModelError, match=r"40 channels .* found an input of shape .* expected \(batch, 40"):
             ops.convolution(torch.ones(shape), weight, bias, CASES["3x3"][0], SPECS["fp8-current"])
 
 
-def test_what_needs_no_gradient_gets_none():
+def test_tensors_without_requires_grad_get_no_gradient():
     x, weight, bias = operands(*CASES["3x3"])
     ops.convolution(x.detach(), weight, bias.detach(), CASES["3x3"][0], SPECS["fp8-current"]).sum().backward()
     assert weight.grad is not None

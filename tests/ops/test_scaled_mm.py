@@ -1,4 +1,4 @@
-"""Products by FP8 tensor cores: torch's scaled_mm, which this test runs on a CPU, against the exact product."""
+"""Native FP8 matmuls: torch's scaled_mm, which these tests run on a CPU, against the exact result."""
 
 import copy
 from dataclasses import replace
@@ -41,8 +41,8 @@ def _runs_here():
 
 
 @pytest.fixture
-def units(monkeypatch):
-    """This CPU as a GPU of compute capability 9.0; gives the dtypes that scaled_mm was called with."""
+def fp8_gpu(monkeypatch):
+    """This CPU as a GPU of compute capability 9.0, and a list of the dtypes that scaled_mm was called with."""
     called = []
     if not hasattr(torch.nn.functional, "scaled_mm") or not _runs_here():
         pytest.skip("before torch 2.12 no CPU runs torch.nn.functional.scaled_mm")
@@ -50,7 +50,7 @@ def units(monkeypatch):
 
     def watched(lhs, rhs, *args, **kwargs):
         called.append((lhs.dtype, rhs.dtype))
-        assert rhs.stride(0) == 1  # what GPUs want: rows of the left, columns of the right
+        assert rhs.stride(0) == 1  # GPUs need row-major left and column-major right operands
         assert lhs.stride(1) == 1
         return stock(lhs, rhs, *args, **kwargs)
 
@@ -60,8 +60,8 @@ def units(monkeypatch):
 
 
 @wants_scaled_mm
-def test_a_graph_takes_what_is_known_of_a_device_for_constants():
-    """Dynamo warns of functions that `functools.cache` wraps, marked or not, and traces what they wrap."""
+def test_a_traced_graph_treats_device_queries_as_constants():
+    """Dynamo warns of functions wrapped by `functools.cache` and traces the wrapped ones."""
 
     def sizes(x):
         versions = scaled_mm._toolkit() + scaled_mm._torch()
@@ -83,12 +83,12 @@ every_one = pytest.mark.parametrize("quantizers", QUANTIZERS.values(), ids=list(
 
 
 @every_one
-def test_the_three_products_are_the_exact_ones_within_accumulation(quantizers, units):
+def test_native_matmuls_match_exact_ones_within_accumulation_error(quantizers, fp8_gpu):
     given = draw(48, 64), draw(32, 64, seed=1), draw(48, 32, seed=2)
     x, w, dy = (t.to(torch.bfloat16) for t in given)
     x, w = x.requires_grad_(), w.requires_grad_()
     ops.linear(x, w, None, linear_spec(*quantizers)).backward(dy)
-    assert len(units) == 3
+    assert len(fp8_gpu) == 3
 
     def rounded(t, quantizer):
         return quantizer.quantize(t.detach().contiguous()).dequantize(torch.float64)
@@ -100,7 +100,7 @@ def test_the_three_products_are_the_exact_ones_within_accumulation(quantizers, u
         (w.grad, rounded(dy.t(), of_dy), rounded(x.t(), of_x).t()),
     ):
         exact, bound = lhs @ rhs, lhs.shape[1] * 2.0**-24 * (lhs.abs() @ rhs.abs())
-        # A float32 scale a row times an element is rounded once in the reference, and not at all here.
+        # The reference rounds a float32 row scale times an element once; native matmuls do not.
         assert ((found.double() - exact).abs() <= exact.abs() * 2.0**-8 + 4 * bound).all()
         assert (found == exact.to(torch.bfloat16)).double().mean() > 0.98
 
@@ -112,11 +112,11 @@ def backward_from(model, x, y, scaler):
 
 
 @pytest.mark.parametrize(
-    "name",  # the products of the others are above, at one step
+    "name",  # one step's matmuls of the others are tested above
     slow_unless({"fp8-delayed"}.__contains__, ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-rowwise-gw-hp"]),
 )
-def test_training_is_as_it_is_without_units_but_for_the_sums(name, units, monkeypatch):
-    """Step by step from the same state: what two orders of summing round apart would grow with the steps."""
+def test_native_training_matches_emulated_up_to_the_order_of_sums(name, fp8_gpu, monkeypatch):
+    """Step by step from the same state, since differences of two orders of summation grow with the steps."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -135,12 +135,12 @@ def test_training_is_as_it_is_without_units_but_for_the_sums(name, units, monkey
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    assert len(units) >= 40
+    assert len(fp8_gpu) >= 40
     assert course[-1] < 0.5 * course[0]
 
 
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-rowwise"])
-def test_weights_stored_for_inference_are_multiplied_as_they_are(name, units):
+def test_weights_quantized_for_inference_are_passed_to_scaled_mm(name, fp8_gpu):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
     halfstep.apply(model, name)
@@ -148,12 +148,12 @@ def test_weights_stored_for_inference_are_multiplied_as_they_are(name, units):
     with torch.no_grad():
         expected = model.eval()(x)
         halfstep.quantize_model(model, name)
-        units.clear()
+        fp8_gpu.clear()
         assert torch.equal(model(x), expected)
-    assert units == [(torch.float8_e4m3fn, torch.float8_e4m3fn)] * 2
+    assert fp8_gpu == [(torch.float8_e4m3fn, torch.float8_e4m3fn)] * 2
 
 
-def test_operands_stay_in_8_bits_for_backward(units):
+def test_operands_are_saved_for_backward_in_8_bits(fp8_gpu):
     kept = []
     x, w = draw(32, 64).requires_grad_(), draw(16, 64, seed=1).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
@@ -162,21 +162,21 @@ def test_operands_stay_in_8_bits_for_backward(units):
 
 
 @every_one
-def test_shapes_that_units_do_not_take_are_carried(quantizers, units):
+def test_shapes_that_are_no_multiples_of_16_are_emulated(quantizers, fp8_gpu):
     """Dimensions must be multiples of 16: others go where they go on a machine without units."""
     x, w = draw(5, 24).to(torch.bfloat16), draw(7, 24, seed=1).to(torch.bfloat16)
     found = ops.linear(x, w, None, linear_spec(*quantizers))
-    assert not units
+    assert not fp8_gpu
     lhs, rhs = (q.quantize(t).dequantize(torch.float64) for t, q in zip((x, w), quantizers, strict=False))
     exact = lhs @ rhs.t()
     bound = 24 * 2.0**-23 * (lhs.abs() @ rhs.abs().t())
     assert ((found.double() - exact).abs() <= exact.abs() * 2.0**-8 + bound).all()
 
 
-def test_two_e5m2_operands_are_carried(units):
+def test_two_e5m2_operands_are_emulated(fp8_gpu):
     x, w = draw(16, 32).to(torch.bfloat16), draw(16, 32, seed=1).to(torch.bfloat16)
     ops.linear(x, w, None, linear_spec(scaled(E5), scaled(E5), scaled(E5)))
-    assert not units
+    assert not fp8_gpu
 
 
 @wants_scaled_mm
@@ -201,14 +201,14 @@ def test_two_e5m2_operands_are_carried(units):
     ((9, 0), replace(scaled(E4), outliers=6.0), "outliers kept apart"),
     ((9, 0), Quantizer(formats.get(E4)), "one scale a tensor or a row"),
 ])  # fmt: skip
-def test_the_reason_for_no_native_path(capability, quantizer, reason, monkeypatch):
+def test_refusal_names_the_reason_for_no_native_path(capability, quantizer, reason, monkeypatch):
     monkeypatch.setattr(scaled_mm, "capability", lambda device: capability)
     found = scaled_mm.refusal(quantizer, CPU)
     assert found is None if reason is None else reason in found
 
 
 @wants_scaled_mm
-def test_a_generation_may_want_a_newer_torch_or_cuda(monkeypatch):
+def test_refusal_names_the_torch_or_cuda_version_that_is_needed(monkeypatch):
     rows, tiles, blocks = scaled(E4, ROW), get_quantizer("mxfp8_e4m3"), get_quantizer("fp8_1x128")
     for capability, quantizer, old, new, reason in (
         ((8, 9), rows, {"_torch": (2, 11)}, {"_torch": (2, 12)}, "a scale a row needs torch 2.12 or newer on compute"),
@@ -227,8 +227,8 @@ def test_a_generation_may_want_a_newer_torch_or_cuda(monkeypatch):
 
 
 @wants_scaled_mm
-def test_rows_by_cutlass_have_e4m3_on_their_right(monkeypatch):
-    """What torch calls on every GPU but 9.x takes E5M2 on the left alone."""
+def test_row_scales_need_e4m3_on_the_right_except_on_9x(monkeypatch):
+    """On other GPUs torch calls CUTLASS, which accepts E5M2 on the left only."""
     left, right = scaled(E5, ROW), scaled(E4, ROW)
     operands = [matrices.Operand(draw(16, 16).to(dtype), torch.ones(16, 1)) for dtype in (FLOAT8[E4], FLOAT8[E5])]
     monkeypatch.setattr(scaled_mm, "units_mm", lambda lhs, *rest: lhs.codes)
@@ -242,7 +242,7 @@ def test_rows_by_cutlass_have_e4m3_on_their_right(monkeypatch):
 
 
 @wants_scaled_mm
-def test_is_native_available_says_why_not(monkeypatch):
+def test_is_native_available_gives_the_reason(monkeypatch):
     found = halfstep.is_native_available("fp8-current", "cpu", return_reason=True)
     assert found == (False, "no FP8 tensor cores on cpu here")
     monkeypatch.setattr(scaled_mm, "capability", lambda device: (9, 0))
@@ -254,20 +254,22 @@ def test_is_native_available_says_why_not(monkeypatch):
     assert not halfstep.is_native_available(get_recipe("fp32"))
 
 
-def test_doctor_tests_the_units_where_there_are_any(units, monkeypatch):
+def test_doctor_tests_native_matmuls_if_available(fp8_gpu, monkeypatch):
     def of_e4m3():
         return [outcome(test) for test in matrices.tensor_core_tests(CPU) if test.format.startswith(E4)]
 
     found = of_e4m3()
     assert len(found) == 2
     assert all(one.passed and one.compared for one in found)
-    sizes = len(units) / 2
-    with monkeypatch.context() as older:  # a GPU of 8.9 under a torch that launches products of rows on a wrong stream
+    sizes = len(fp8_gpu) / 2
+    with (
+        monkeypatch.context() as older
+    ):  # a GPU of 8.9 under a torch that launches row-scaled matmuls on a wrong stream
         older.setattr(scaled_mm, "capability", lambda device: (8, 9))
         older.setattr(scaled_mm, "_torch", lambda: (2, 11))
         (whole,) = of_e4m3()
         assert whole.passed
-    assert len(units) == 3 * sizes
+    assert len(fp8_gpu) == 3 * sizes
     stock = scaled_mm.run
     monkeypatch.setattr(scaled_mm, "run", lambda *arguments: 2 * stock(*arguments))
     assert not any(one.passed for one in of_e4m3())

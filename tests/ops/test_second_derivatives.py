@@ -1,4 +1,4 @@
-"""Second derivatives, vmap and forward mode: torch's own where nothing is rounded, an error where something is."""
+"""Second derivatives, vmap and forward mode: equal to torch's without rounding, an error with it."""
 
 import pytest
 import torch
@@ -32,8 +32,8 @@ def tensors(*shapes, dtype=torch.float32):
     return [torch.randn(*shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
-def second(function, operands):
-    """The gradients of a scalar of the gradients."""
+def second_derivatives(function, operands):
+    """The gradients of a scalar function of the gradients."""
     first = torch.autograd.grad(function(*operands).tanh().float().square().sum(), operands, create_graph=True)
     return torch.autograd.grad(sum(g.float().tanh().square().sum() for g in first), operands)
 
@@ -41,13 +41,13 @@ def second(function, operands):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5), (0, 5), (3, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_nothing_rounded_has_torchs_second_derivatives(shape, dtype, bias):
+def test_second_derivatives_without_rounding_equal_torchs(shape, dtype, bias):
     operands = tensors(shape, (4, shape[-1]), *[(4,)] * bias, dtype=dtype)
     linear = lambda x, w, b=None: ops.linear(x, w, b, EMPTY)  # noqa: E731
-    torch.testing.assert_close(second(linear, operands), second(F.linear, operands))
+    torch.testing.assert_close(second_derivatives(linear, operands), second_derivatives(F.linear, operands))
 
 
-def test_nothing_rounded_has_derivatives_of_any_order():
+def test_third_derivatives_without_rounding_equal_torchs():
     operands = tensors((2, 3, 5), (4, 5), (4,), dtype=torch.float64)
     assert torch.autograd.gradgradcheck(lambda x, w, b: ops.linear(x, w, b, EMPTY), operands)
     assert torch.autograd.gradcheck(lambda x, w, b: ops.linear(x, w, b, EMPTY), operands, check_forward_ad=True)
@@ -59,7 +59,7 @@ def test_nothing_rounded_has_derivatives_of_any_order():
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [True, False])
-def test_second_derivatives_in_16_bits_are_autocasts_within_rounding(dtype, autocast):
+def test_second_derivatives_in_16_bits_are_as_accurate_as_autocasts(dtype, autocast):
     operands = tensors((3, 5), (4, 5), (4,), dtype=torch.float32 if autocast else dtype)
 
     def under(function):
@@ -67,10 +67,10 @@ def test_second_derivatives_in_16_bits_are_autocasts_within_rounding(dtype, auto
             with torch.autocast("cpu", dtype, enabled=autocast):
                 return function(*inputs)
 
-        return second(run, operands)
+        return second_derivatives(run, operands)
 
     found, stock = under(lambda *t: ops.linear(*t, EMPTY)), under(F.linear)
-    exact = second(F.linear, [t.detach().double().requires_grad_() for t in operands])
+    exact = second_derivatives(F.linear, [t.detach().double().requires_grad_() for t in operands])
     for actual, torchs, wanted in zip(found, stock, exact, strict=True):
         assert actual.dtype == torchs.dtype
         scale = wanted.abs().max()
@@ -80,8 +80,8 @@ def test_second_derivatives_in_16_bits_are_autocasts_within_rounding(dtype, auto
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("last", [True, False])
-def test_a_second_derivative_of_a_rounded_product_is_an_error_that_says_so(name, last):
-    """Also where the gradient that comes in does not depend on anything, as the last layer's does not."""
+def test_second_derivatives_of_rounded_matmuls_are_refused(name, last):
+    """Also if the incoming gradient depends on nothing, as in the last layer."""
     x, w, b = tensors((3, 32), (4, 32), (4,))
     y = ops.linear(x, w, b, SPECS[name])
     loss = y.sum() if last else y.square().sum()
@@ -100,21 +100,23 @@ def loss_of(x, w, b, spec, last):
 
 
 @pytest.mark.parametrize("spec", [LinearSpec(), SPECS["blocks"]], ids=["plain", "rounded"])
-def test_stacks_too(spec):
+def test_second_derivatives_of_stacked_matmuls(spec):
     x, w = tensors((2, 3, 5, 32), (2, 3, 7, 32))
     stacked = lambda x, w: stacked_linear(x, w, spec, torch.float32)  # noqa: E731
     if not spec.rounds:
-        torch.testing.assert_close(second(stacked, [x, w]), second(lambda x, w: x @ w.mT, [x, w]))
+        torch.testing.assert_close(
+            second_derivatives(stacked, [x, w]), second_derivatives(lambda x, w: x @ w.mT, [x, w])
+        )
         return
     with pytest.raises(RecipeError, match="second derivative"):
-        second(stacked, [x, w])
+        second_derivatives(stacked, [x, w])
     for each in (lambda: vmap(stacked)(x, w), lambda: jvp(stacked, (x, w), (x, w))):
         with pytest.raises(RecipeError, match="rounded"):
             each()
 
 
 @pytest.mark.usefixtures("products")
-def test_transforms_of_plain_products_are_torchs():
+def test_torch_func_transforms_without_rounding_equal_torchs():
     x, w, b = (t.detach() for t in tensors((3, 5), (4, 5), (4,)))
     ours, stock = (lambda x, w: ops.linear(x, w, b, EMPTY).tanh()), (lambda x, w: F.linear(x, w, b).tanh())
     for transform in (
@@ -129,7 +131,7 @@ def test_transforms_of_plain_products_are_torchs():
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_transforms_of_rounded_products_are_their_gradients_or_an_error(name):
+def test_torch_func_grad_of_rounded_matmuls_works_and_others_are_refused(name):
     x, w, b = (t.detach() for t in tensors((3, 32), (4, 32), (4,)))
     function = lambda x, w: ops.linear(x, w, b, SPECS[name]).tanh()  # noqa: E731
     leaf = w.clone().requires_grad_()
@@ -148,7 +150,7 @@ def test_transforms_of_rounded_products_are_their_gradients_or_an_error(name):
         jvp(function, (x, w), (x, w))
 
 
-def test_gradients_of_a_batch_at_once_are_refused_where_rounded():
+def test_batched_gradients_of_rounded_matmuls_are_refused():
     x, w, b = tensors((3, 32), (4, 32), (4,))
     with pytest.raises(RecipeError, match=r"is_grads_batched=True .* loop over the samples"):
         torch.autograd.grad(ops.linear(x, w, b, SPECS["blocks"]).sum(0), x, torch.eye(4), is_grads_batched=True)
@@ -156,7 +158,7 @@ def test_gradients_of_a_batch_at_once_are_refused_where_rounded():
     torch.testing.assert_close(gradients[0], w.detach()[:, None].expand(4, 3, 32))
 
 
-def test_fake_quantize_under_transforms():
+def test_fake_quantize_under_grad_and_vmap():
     x = torch.randn(3, 4)
     assert_same(grad(lambda x: ops.fake_quantize(x, FP8).square().sum())(x), 2 * FP8(x))
     assert_same(vmap(lambda x: ops.fake_quantize(x, FP8), in_dims=1, out_dims=1)(x), FP8(x))
@@ -165,7 +167,7 @@ def test_fake_quantize_under_transforms():
             vmap(lambda x, q=quantizer: ops.fake_quantize(x, q))(x)
 
 
-def test_values_of_codes_have_their_gradient_under_transforms():
+def test_code_tensors_have_gradients_under_torch_func():
     codes = ops.CodeTensor.encode(torch.randn(4, 5), Quantizer(FP8.format, scales=Scales(TENSOR, get_scaling("rceil"))))
     for read in (lambda w: w, ops.values_of):
         assert_same(grad(lambda w, read=read: (read(w) ** 2).sum())(codes), 2 * codes.values())
@@ -173,6 +175,6 @@ def test_values_of_codes_have_their_gradient_under_transforms():
 
 @pytest.mark.parametrize("transform", [vmap, lambda f: grad(lambda x: f(x).sum())])
 @pytest.mark.parametrize("function", [lambda x: ops.round_to(x, "e4m3fn"), lambda x: ops.quantize(x, "mxfp4").scale])
-def test_kernels_never_read_a_tensor_that_has_no_memory_of_its_own(transform, function):
+def test_kernels_refuse_tensors_of_torch_func(transform, function):
     with pytest.raises((RuntimeError, QuantizationError)):
         transform(function)(torch.randn(3, 32))

@@ -15,7 +15,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, t
 
 
 @every_dtype
-def test_the_scale_of_a_channel_is_the_largest_power_of_two_that_brings_it_to_one(dtype):
+def test_channel_scale_is_the_largest_power_of_two_that_brings_the_amax_to_at_most_1(dtype):
     linear = (torch.randn(5, 3, 64) * torch.logspace(-3, 3, 64)).to(dtype)
     scale = ops.channel_scale(linear)
     assert scale.dtype == torch.float32
@@ -25,7 +25,7 @@ def test_the_scale_of_a_channel_is_the_largest_power_of_two_that_brings_it_to_on
     assert ((largest > 0.5) & (largest <= 1)).all()
 
 
-def test_scales_of_zeros_of_nothing_and_of_what_is_not_finite():
+def test_scales_of_zero_empty_and_nonfinite_channels():
     strange = torch.tensor([[0.0, torch.inf, torch.nan, 4.0, 1e-40]])
     assert ops.channel_scale(strange).tolist() == [1, 1, 1, 0.25, 2.0**126]
     assert ops.channel_scale(torch.empty(0, 3)).tolist() == [1, 1, 1]
@@ -34,7 +34,7 @@ def test_scales_of_zeros_of_nothing_and_of_what_is_not_finite():
 
 
 def branches(alpha=1.0, dtype=torch.float64):
-    """gate and linear of 16 channels, of which one has aligned weights, times alpha; and the down-projection."""
+    """gate and linear of 16 channels, one with aligned weights times alpha, and the down-projection."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 32, generator=generator, dtype=dtype)
     gate, up = (torch.randn(16, 32, generator=generator, dtype=dtype) / 8 for _ in range(2))
@@ -43,7 +43,7 @@ def branches(alpha=1.0, dtype=torch.float64):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-5)])
-def test_without_rounding_nothing_changes(dtype, tolerance):
+def test_smoothing_without_rounding_keeps_the_function(dtype, tolerance):
     gate, linear, down = branches(3.0, dtype)
     expected = (F.silu(gate) * linear) @ down.t()
     hidden, scale = ops.smooth_channels(gate, linear)
@@ -53,7 +53,7 @@ def test_without_rounding_nothing_changes(dtype, tolerance):
 
 
 @pytest.mark.parametrize("smooth", [ops.smooth_channels, ops.smooth_tokens])
-def test_gradients_pass_as_if_the_scale_were_a_constant(smooth):
+def test_gradients_treat_the_scale_as_a_constant(smooth):
     gate, linear, down = (t.requires_grad_() for t in branches())
     hidden, scale = smooth(gate, linear)
     assert not scale.requires_grad
@@ -63,21 +63,21 @@ def test_gradients_pass_as_if_the_scale_were_a_constant(smooth):
     torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_an_aligned_channel_grows_with_the_square_of_its_weights_and_smoothed_with_its_weights():
+def test_an_aligned_channel_grows_quadratically_and_smoothed_linearly():
     plain, channels = [], []
     for power in range(6):
         gate, linear, _ = branches(2.0**power)
         plain.append((F.silu(gate) * linear)[:, 0].abs().amax().item())
         channels.append(ops.smooth_channels(gate, linear)[0][:, 0].abs().amax().item())
     slopes = [torch.tensor(s).log2().diff() for s in (plain, channels)]
-    assert ((slopes[0] - 2).abs() < 0.2).all()  # from 4 it is exactly 2: the gate no longer bends
+    assert ((slopes[0] - 2).abs() < 0.2).all()  # from alpha = 4 on it is 2, since the gate is linear there
     assert ((slopes[1] - 1).abs() < 0.2).all()
     assert ((slopes[0][2:] - 2).abs() < 0.01).all()
     assert ((slopes[1][2:] - 1).abs() < 0.01).all()
 
 
 def test_a_stale_scale_loses_less_of_a_smoothed_product():
-    """The scale of a product comes from an earlier step; the aligned channel has since grown fourfold."""
+    """The scale is from an earlier step, and the aligned channel has since grown fourfold."""
     e4m3 = formats.get("e4m3fn")
     errors = {}
     before, after = branches(1.0), branches(4.0)
@@ -97,7 +97,7 @@ def test_a_stale_scale_loses_less_of_a_smoothed_product():
     assert found["channel"] < found["token"] < found["plain"], found
 
 
-def test_delayed_factors_that_are_powers_of_two():
+def test_delayed_scales_are_powers_of_two():
     rule = Delayed("delayed", history=1, power_of_two=True)
     state = rule.init()
     for amax, factor in ((1.0, 128), (240.0, 1), (241.0, 0.5), (0.9375, 256), (0.0, 256), (3e-5, 2.0**22)):
@@ -106,7 +106,7 @@ def test_delayed_factors_that_are_powers_of_two():
         assert state[0] == factor, amax
 
 
-def test_the_module_of_a_traced_graph_gives_the_same():
+def test_traced_smoothing_equals_eager():
     gate, linear, _ = branches(dtype=torch.float32)
     for smooth in (ops.smooth_channels, ops.smooth_tokens):
         compiled = torch.compile(smooth, backend="aot_eager", fullgraph=True)
@@ -114,8 +114,8 @@ def test_the_module_of_a_traced_graph_gives_the_same():
     assert nn.SiLU()(gate).equal(ops.smooth_channels(gate, torch.ones_like(linear))[0])
 
 
-def test_with_a_current_scale_little_is_gained():
-    """Smoothing is for scales that are stale: with the product's own amax the errors are nearly the same."""
+def test_smoothing_with_a_current_scale_gains_little():
+    """Smoothing is for stale scales: with the product's own amax the errors are nearly the same."""
     e4m3 = formats.get("e4m3")
     gate, linear, down = branches(2.0)
     expected = (F.silu(gate) * linear) @ down.t()
@@ -131,8 +131,8 @@ def test_with_a_current_scale_little_is_gained():
     assert 0.75 < smooth / plain < 1.25, (plain, smooth)
 
 
-def test_formats_for_the_moments_as_the_paper_chose_them():
-    """v spans more powers of two than E4M3 (largest 240) holds; m does not, and E4M3's error is half as large."""
+def test_e5m2_suits_second_moments_and_e4m3_first_moments():
+    """v spans more powers of two than E4M3 (largest 240) has; m does not, and E4M3's error is half as large."""
     generator = torch.Generator().manual_seed(0)
     v = (torch.randn(100_000, generator=generator, dtype=torch.float64) * 4 - 18).exp()
     m = torch.randn(100_000, generator=generator, dtype=torch.float64)

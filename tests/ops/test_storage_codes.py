@@ -1,4 +1,4 @@
-"""Tensors as codes and scales, as a storage names them."""
+"""Tensors stored as codes and scales by a Storage: zeros are stored like any values, without rounding each."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ SHAPES = [(), (7,), (16,), (0, 4), (3, 40), (5, 3), (2, 3, 24), (64, 130), (40, 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("residual", [False, True])
-def test_zeros_are_kept_as_any_numbers_are(kind, residual):
+def test_store_zeros_equals_storing_a_tensor_of_zeros(kind, residual):
     storage = get_storage(kind.quantizer, residual, kind.flat, kind.smallest)
     for shape in SHAPES:
         expected = codes.store(storage, "exp_avg", torch.zeros(shape))
@@ -33,8 +33,8 @@ def test_zeros_are_kept_as_any_numbers_are(kind, residual):
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_zeros_are_not_rounded_one_by_one(monkeypatch, kind):
-    """A model of 7B parameters would wait for an hour under COAT."""
+def test_store_zeros_rounds_only_a_few_values(monkeypatch, kind):
+    """Else a model of 7B parameters would wait for an hour under COAT."""
     seen = []
     write = codes.write
     monkeypatch.setattr(codes, "write", lambda *given: (seen.append(given[-1].numel()), write(*given)))

@@ -1,8 +1,7 @@
-"""Products by a GPU's tensor cores whose scales are of tiles: what is handed to torch, read as the hardware reads it.
+"""Native matmuls with tile scales: the operands handed to torch, decoded the way the hardware reads them.
 
-There is no GPU here. `emulated` takes what `torch.nn.functional.scaled_mm` is given, checks it against the shapes and
-strides that PyTorch's ScaledBlas.cpp asks for, and multiplies it in float64.
-"""
+Without a GPU: `emulated` takes the arguments of `torch.nn.functional.scaled_mm`, checks them against the shapes and
+strides that PyTorch's ScaledBlas.cpp requires, and multiplies in float64."""
 
 import re
 
@@ -52,8 +51,8 @@ def up(size, multiple):
     return -(-size // multiple) * multiple
 
 
-def numbers(codes):
-    """The numbers of codes (rows, shared) that lie row by row."""
+def decoded(codes):
+    """The values of row-major codes (rows, shared)."""
     if codes.dtype != torch.float4_e2m1fn_x2:
         return codes.double()
     packed = codes.view(torch.uint8).long()
@@ -62,7 +61,7 @@ def numbers(codes):
 
 
 def checked(rows, shared, scale, kind, swizzle):
-    """The scale of one side, as PyTorch checks it: dtype, shape and strides."""
+    """Check the scale of one side as PyTorch does: dtype, shape and strides."""
     kinds, scales, orders = (v if isinstance(v, list) else [v] for v in (kind, scale, swizzle))
     first, name = scales[0], kinds[0].name
     across = -(-shared // 128)
@@ -89,7 +88,7 @@ def checked(rows, shared, scale, kind, swizzle):
     return name, scales
 
 
-def spread(rows, shared, name, scales):
+def scale_per_element(rows, shared, name, scales):
     """Each element's scale, (rows, shared), found by the index that the hardware uses."""
     r, k = torch.arange(rows)[:, None], torch.arange(shared)
     if name == "TensorWise":
@@ -109,7 +108,7 @@ def spread(rows, shared, name, scales):
 
 
 def seen(a, b, scale_a, kind_a, scale_b, kind_b, swizzle_a=None, swizzle_b=None, **_):
-    """The names of both sides' kinds, after all checks."""
+    """Check all arguments; return the scaling kinds of both sides and the sizes."""
     rows, across, packed = a.shape[0], b.shape[1], 2 if a.dtype == torch.float4_e2m1fn_x2 else 1
     shared = a.shape[1] * packed
     assert a.stride(1) == 1
@@ -123,22 +122,26 @@ def seen(a, b, scale_a, kind_a, scale_b, kind_b, swizzle_a=None, swizzle_b=None,
 
 
 @pytest.fixture
-def units(monkeypatch):
-    """This CPU as a GPU whose units multiply in float64; gives its capability, to be set, and the calls."""
+def fp8_gpu(monkeypatch):
+    """This CPU as a GPU whose tensor cores multiply in float64: a dict with its capability, to be set, and the
+    calls."""
     calls = {"capability": (9, 0), "kinds": []}
 
     def emulated(a, b, *args, bias=None, output_dtype=torch.bfloat16, **kwargs):
         assert "use_fast_accum" not in kwargs
         one, other, (rows, shared, across) = seen(a, b, *args, **kwargs)
         calls["kinds"].append((one[0], other[0]))
-        lhs, rhs = numbers(a) * spread(rows, shared, *one), numbers(b.t()) * spread(across, shared, *other)
+        lhs, rhs = (
+            decoded(a) * scale_per_element(rows, shared, *one),
+            decoded(b.t()) * scale_per_element(across, shared, *other),
+        )
         y = lhs @ rhs.t()
         return (y if bias is None else y + bias.double()).to(output_dtype)
 
     def capability(device):
         return calls["capability"]
 
-    capability._dynamo_marked_constant = True  # as its own
+    capability._dynamo_marked_constant = True  # as the real function is
     monkeypatch.setattr(scaled_mm, "capability", capability)
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", emulated)
     return calls
@@ -162,10 +165,10 @@ TILED = {
 
 
 @for_each("name", list(TILED))
-def test_the_three_products_are_the_exact_ones(name, units):
+def test_native_matmuls_with_tile_scales_match_exact_ones(name, fp8_gpu):
     capability, quantizers = TILED[name]
-    units["capability"] = capability
-    units["kinds"].clear()
+    fp8_gpu["capability"] = capability
+    fp8_gpu["kinds"].clear()
     given = draw(256, 384), draw(128, 384, seed=1), draw(256, 128, seed=2)
     x, w, dy = (t.to(torch.bfloat16) for t in given)
     x, w, bias = x.requires_grad_(), w.requires_grad_(), draw(128, seed=3).bfloat16()
@@ -173,8 +176,8 @@ def test_the_three_products_are_the_exact_ones(name, units):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = ops.linear(x, w, bias, linear_spec(*quantizers))
     y.backward(dy)
-    assert len(units["kinds"]) == 3
-    # What is kept for the backward pass is codes, a byte or half a byte a number, and no copy of x or w in 16 bits.
+    assert len(fp8_gpu["kinds"]) == 3
+    # Saved for backward are codes of a byte or half a byte per element, and no 16-bit copy of x or w.
     assert not [t for t in kept if t.dtype == torch.bfloat16 and t.numel() > 128]
 
     def rounded(t, quantizer):
@@ -187,7 +190,7 @@ def test_the_three_products_are_the_exact_ones(name, units):
         (x.grad, rounded(dy, of_dy) @ rounded(w.t(), of_w).t()),
         (w.grad, rounded(dy.t(), of_dy) @ rounded(x.t(), of_x).t()),
     ):
-        # Float32 scales times an element are rounded once in the reference, and not at all here.
+        # The reference rounds a float32 scale times an element once; native matmuls do not.
         torch.testing.assert_close(found.double(), exact, rtol=2.0**-8, atol=2.0**-12)
         assert (found == exact.to(torch.bfloat16)).double().mean() > 0.99
 
@@ -196,31 +199,31 @@ SHAPES = {"a shared side": (256, 200, 128), "columns": (256, 384, 72), "rows": (
 
 
 @for_each("what", list(SHAPES), fast=["a shared side", "none"])
-def test_sizes_that_units_do_not_take_are_carried(what, units):
-    """Bit for bit as on a machine without units."""
+def test_unsupported_sizes_are_emulated(what, fp8_gpu):
+    """Bit for bit as on a machine without FP8 tensor cores."""
     rows, fan_in, fan_out = SHAPES[what]
     given = draw(rows, fan_in), draw(fan_out, fan_in, seed=1), draw(rows, fan_out, seed=2)
     for name, (capability, quantizers) in TILED.items():
         results = []
         for here in ((0, 0), capability):
-            units["capability"] = here
+            fp8_gpu["capability"] = here
             x, w, dy = (t.to(torch.bfloat16) for t in given)
             x, w = x.requires_grad_(), w.requires_grad_()
-            units["kinds"].clear()
+            fp8_gpu["kinds"].clear()
             y = ops.linear(x, w, None, linear_spec(*quantizers))
-            called = len(units["kinds"])
+            called = len(fp8_gpu["kinds"])
             y.backward(dy)
             results.append((y.detach(), x.grad, w.grad))
         takes = [scaled_mm.misfit(*quantizers[:2], (rows, fan_in, fan_out)) is None]
         assert called == sum(takes), name
         for one, other, calls in zip(*results, (called, None, None), strict=True):
-            if not units["kinds"] or calls == 0:
+            if not fp8_gpu["kinds"] or calls == 0:
                 assert torch.equal(one, other), name
             else:
                 torch.testing.assert_close(one, other, rtol=2.0**-7, atol=2.0**-7)
 
 
-def test_pairs_that_units_do_not_take(monkeypatch):
+def test_unsupported_pairs_of_operands_are_refused(monkeypatch):
     monkeypatch.setattr(scaled_mm, "capability", lambda device: (9, 0))
     row, whole, rows = get_quantizer("fp8_1x128"), get_quantizer("fp8_128x128"), Quantizer(
         formats.get(E4), scales=Scales(ROW, get_scaling("rceil"))
@@ -238,7 +241,7 @@ def test_pairs_that_units_do_not_take(monkeypatch):
     )
 
 
-def test_recipes_of_tiles_are_native_where_their_units_are(monkeypatch):
+def test_recipes_with_tiles_are_native_on_the_right_capabilities(monkeypatch):
     for capability, native in (((9, 0), {"fp8-block"}), ((10, 0), {"mxfp8", "nvfp4"}), ((12, 0), {"mxfp8"})):
         monkeypatch.setattr(scaled_mm, "capability", lambda device, found=capability: found)
         found = {name for name in ("fp8-block", "mxfp8", "nvfp4") if halfstep.is_native_available(name)}
@@ -246,20 +249,20 @@ def test_recipes_of_tiles_are_native_where_their_units_are(monkeypatch):
 
 
 @for_each("shape", [(256, 12), (1, 1), (128, 4), (300, 7)])
-def test_scales_are_swizzled_as_torchao_does(shape):
+def test_swizzled_scales_equal_torchaos(shape):
     scales = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1), dtype=torch.int64).to(torch.uint8)
     assert torch.equal(units_mm.swizzled(scales), to_blocked(scales).flatten())
 
 
-def test_scales_that_lie_right_are_not_copied():
+def test_scales_with_the_required_strides_are_not_copied():
     laid = draw(3, 40).t()
     assert units_mm.outer(laid).data_ptr() == laid.data_ptr()
 
 
 @for_each("name", [name for name in matrices.TENSOR_CORE_OPERANDS if not name.startswith("float8")])
-def test_doctor_would_find_a_wrong_layout(name, units, monkeypatch):
-    """It multiplies what the layers would hand to units, and nothing that they would not."""
-    units["capability"] = (10, 0) if "x" not in name.replace("mx", "") else (9, 0)
+def test_doctor_detects_a_wrong_scale_layout(name, fp8_gpu, monkeypatch):
+    """It runs the matmuls that layers would run natively, and no others."""
+    fp8_gpu["capability"] = (10, 0) if "x" not in name.replace("mx", "") else (9, 0)
     stock, made = scaled_mm.run_tiled, []
 
     def watched(lhs, rhs, *rest):
@@ -279,7 +282,7 @@ def test_doctor_would_find_a_wrong_layout(name, units, monkeypatch):
 
 
 class Copies(TorchFunctionMode):
-    """What torch without CUDA does with no tensor that says it is a GPU's, not even with one without memory."""
+    """Replaces operations that torch without CUDA cannot do on FakeTensors of a GPU."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         x = args[0] if args else None
@@ -294,7 +297,7 @@ class Copies(TorchFunctionMode):
 
 
 class Context:
-    """What autograd gives a function, without its engine, which has no threads for a GPU that is not there."""
+    """A stand-in for an autograd Function's ctx, since autograd's engine has no thread for a fake GPU."""
 
     def save_for_backward(self, *tensors):
         self.saved_tensors = tensors
@@ -306,8 +309,8 @@ class Context:
         pass
 
 
-def traced(spec, rows, fan_in, fan_out):
-    """Forward and backward of a layer on tensors, without memory, of a GPU that is not there."""
+def saved_on_gpu(spec, rows, fan_in, fan_out):
+    """The tensors saved for backward of a layer whose forward and backward run on FakeTensors of a GPU."""
     sizes = (rows, fan_in), (fan_out, fan_in), (rows, fan_out)
     with FakeTensorMode(), Copies(), torch.no_grad():
         x, w, dy = (torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in sizes)
@@ -325,23 +328,22 @@ def traced(spec, rows, fan_in, fan_out):
         return context.saved_tensors
 
 
-def products_of(spec):
+def matmuls_of(spec):
     return [spec.output, spec.grad_input, spec.grad_weight]
 
 
 @for_each("capability", [(8, 9), (9, 0), (10, 0)], fast=[(9, 0), (10, 0)])
-def test_every_recipe_hands_over_what_torch_asks_for(capability, monkeypatch):
-    """Every recipe whose products this GPU's tensor cores compute: dtypes, shapes and strides of all that they are
-    given."""
+def test_every_native_recipe_passes_valid_arguments_to_scaled_mm(capability, monkeypatch):
+    """Dtypes, shapes and strides, for all recipes whose matmuls this GPU's tensor cores compute."""
     calls, native = [], []
     stock = torch.nn.functional.scaled_mm
 
     def watched(*args, **kwargs):
         calls.append(seen(*args, **kwargs)[:2])
-        return stock(*args, **kwargs)  # whose own checks run too
+        return stock(*args, **kwargs)  # its own checks run too
 
     monkeypatch.setattr(scaled_mm, "capability", lambda device: capability)
-    # Tensors without memory give no seed.
+    # FakeTensors give no seed.
     monkeypatch.setattr("halfstep.ops.casts.draw_seed", lambda generator, device: 1)
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", watched)
     for name in list_recipes():
@@ -351,18 +353,18 @@ def test_every_recipe_hands_over_what_torch_asks_for(capability, monkeypatch):
         native.append(name)
         for spec in specs:
             calls.clear()
-            traced(spec, 256, 384, 128)
-            assert len(calls) == sum(product.lhs is not None for product in products_of(spec)), name
+            saved_on_gpu(spec, 256, 384, 128)
+            assert len(calls) == sum(product.lhs is not None for product in matmuls_of(spec)), name
     least = {(8, 9): {"fp8-current", "fp8-delayed"}, (9, 0): {"fp8-block", "fp8-rowwise"}, (10, 0): {"mxfp8", "nvfp4"}}
     assert least[capability] <= set(native)
 
 
-def test_backward_keeps_codes_that_lie_for_its_products(monkeypatch):
-    """The copy that a backward product takes is made once, with the forward's: units are handed it as it lies."""
+def test_codes_saved_for_backward_have_the_layout_of_its_matmuls(monkeypatch):
+    """The transposed copy is made once, in the forward."""
     monkeypatch.setattr(scaled_mm, "capability", lambda device: (9, 0))
     for name in ("fp8-current", "fp8-rowwise", "fp8-block"):
         spec = next(rule.linear for rule in get_recipe(name).rules if rule.linear.rounds)
-        saved = traced(spec, 256, 384, 128)
+        saved = saved_on_gpu(spec, 256, 384, 128)
         kept = [t for t in saved if t is not None and t.dtype == torch.float8_e4m3fn]
         assert len(kept) == 2
         lies = {(384, 256), (128, 384)[::-1]} if name == "fp8-block" else {(256, 384), (128, 384)}
@@ -371,7 +373,7 @@ def test_backward_keeps_codes_that_lie_for_its_products(monkeypatch):
 
 
 def nvfp4_layer(seed):
-    """Forward and backward of a layer under the recipe, which rotates one product of its input and of its gradient."""
+    """Forward and backward of a layer under nvfp4, which rotates one matmul of its input and of its gradient."""
     spec = next(rule.linear for rule in get_recipe("nvfp4").rules if rule.linear.rounds)
     torch.manual_seed(seed)
     x, w, dy = (draw(*size, seed=i).bfloat16() for i, size in enumerate([(256, 384), (128, 384), (256, 128)]))
@@ -382,11 +384,11 @@ def nvfp4_layer(seed):
     return kept, (y.detach(), x.grad, w.grad, torch.get_rng_state())
 
 
-def test_both_sides_of_a_rotated_product_are_those_that_are_made_apart(units, monkeypatch):
-    """The noise is drawn in the same order; what is kept of the input is its codes, 4.5 bits a number."""
-    units["capability"] = (10, 0)
+def test_quantizing_for_two_matmuls_at_once_equals_doing_it_separately(fp8_gpu, monkeypatch):
+    """Seeds are drawn in the same order, and the input is saved as codes of 4.5 bits per element."""
+    fp8_gpu["capability"] = (10, 0)
     kept, found = nvfp4_layer(5)
-    assert units["kinds"] == [("BlockWise1x16", "BlockWise1x16")] * 3
+    assert fp8_gpu["kinds"] == [("BlockWise1x16", "BlockWise1x16")] * 3
     assert not [t for t in kept if t.dtype == torch.bfloat16 and t.numel() > 128]
 
     def apart(first, second, *rest):
@@ -414,9 +416,9 @@ def specs_of(name):
     return {rule.linear for stage in get_recipe(name).by_stage for rule in stage.rules if rule.linear.rounds}
 
 
-def test_every_layer_that_units_compute_is_compiled(units):
+def test_the_compile_test_covers_every_native_layer(fp8_gpu):
     native = set()
-    for units["capability"] in ((8, 9), (9, 0), (10, 0), (12, 0)):
+    for fp8_gpu["capability"] in ((8, 9), (9, 0), (10, 0), (12, 0)):
         native |= {s for name in list_recipes() if halfstep.is_native_available(name) for s in specs_of(name)}
     assert native == {s for name in COMPILED for s in specs_of(name)}
 
@@ -424,12 +426,12 @@ def test_every_layer_that_units_compute_is_compiled(units):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it traces
 @for_each("name", list(COMPILED))
-def test_inductor_keeps_a_layers_products_on_units(name, units):
-    """Forward and backward go through Inductor without a break. Its code has one operator for each rounded product and
-    no other product, and computes what the eager layer does; torch's own operator would be lowered to others."""
-    units["capability"] = COMPILED[name]
+def test_inductor_calls_one_native_operator_per_rounded_matmul(name, fp8_gpu):
+    """Forward and backward compile without a graph break, contain no other matmul, and match the eager layer. torch's
+    own operator would be lowered to others."""
+    fp8_gpu["capability"] = COMPILED[name]
     (spec,) = specs_of(name)
-    rounded = sum(product.lhs is not None for product in products_of(spec))
+    rounded = sum(product.lhs is not None for product in matmuls_of(spec))
     states = {name: quantizer.stateful.init("cpu") for name, quantizer in spec.states.items()}
     x, w, dy = (draw(*size, seed=i).bfloat16() for i, size in enumerate([(256, 384), (128, 384), (256, 128)]))
     x, w = x.requires_grad_(), w.requires_grad_()
@@ -440,15 +442,15 @@ def test_inductor_keeps_a_layers_products_on_units(name, units):
     def passes(layer):
         torch.manual_seed(0)
         x.grad = w.grad = None
-        units["kinds"].clear()
+        fp8_gpu["kinds"].clear()
         y = layer(x, w)
         y.backward(dy)
-        return y.detach(), x.grad, w.grad, tuple(units["kinds"])
+        return y.detach(), x.grad, w.grad, tuple(fp8_gpu["kinds"])
 
     torch._dynamo.reset()
     *expected, products = passes(layer)
     (*found, compiled), code = run_and_get_code(passes, torch.compile(layer, fullgraph=True))
-    assert sorted(compiled) == sorted(products)  # of the two gradients' either may come first
+    assert sorted(compiled) == sorted(products)  # the matmuls of the two gradients may run in either order
     assert len(products) == rounded
     code = "\n".join(code)
     assert code.count("torch.ops.halfstep.units_mm.default(") == rounded
@@ -458,13 +460,13 @@ def test_inductor_keeps_a_layers_products_on_units(name, units):
 
 
 def hopper(a, b, fast=False):
-    """A float32 product by an H100's FP8 tensor cores."""
+    """A float32 matmul by an emulated H100's FP8 tensor cores."""
     one = torch.ones(())
     lhs, rhs = a.to(torch.float8_e4m3fn), b.t().contiguous().to(torch.float8_e4m3fn).t()
     return mmaemu.scaled_mm(lhs, rhs, one, one, out_dtype=torch.float32, use_fast_accum=fast, splitk=1)
 
 
-def test_probes_tell_how_a_product_sums():
+def test_probes_detect_how_a_matmul_accumulates():
     assert probes.fraction_bits(hopper) == 13
     assert probes.swamping(hopper, 1024).promoted == 128
     assert probes.swamping(lambda a, b: hopper(a, b, fast=True), 512) == (511, 511)
@@ -476,9 +478,9 @@ def test_probes_tell_how_a_product_sums():
     assert probes.order(hopper, 256, (32,))[32] > 0
 
 
-def lost(lhs, rhs):
-    """At most what the sums lose: in each instruction 33 times 2^-13 of the largest of its 32 terms and of the chunk's
-    sum before it."""
+def accumulation_error_bound(lhs, rhs):
+    """A bound of the accumulation error: per instruction, 33 times 2^-13 of the largest of its 32 terms and of the
+    chunk's running sum."""
     total = torch.zeros(lhs.shape[0], rhs.shape[1], dtype=torch.float64)
     for chunk in range(0, lhs.shape[1], 128):
         running, loss = torch.zeros_like(total), torch.zeros_like(total)
@@ -490,9 +492,9 @@ def lost(lhs, rhs):
     return total
 
 
-def test_native_products_keep_within_the_bound_that_is_stated(monkeypatch):
-    """A layer's three products with the sums of an H100, bit for bit: each instruction of 32 loses less than 33 2^-13
-    of the largest magnitude that it adds up."""
+def test_native_matmuls_stay_within_the_stated_error_bound(monkeypatch):
+    """A layer's three matmuls with an H100's accumulation, emulated bit for bit: each instruction of 32 terms loses
+    less than 33 * 2^-13 of the largest magnitude that it adds."""
 
     def product(a, b, scale_a, kind_a, scale_b, kind_b, *swizzles, bias=None, output_dtype=torch.bfloat16):
         assert kind_a == kind_b == KINDS.TensorWise
@@ -516,10 +518,10 @@ def test_native_products_keep_within_the_bound_that_is_stated(monkeypatch):
         exact, terms = lhs @ rhs, lhs.abs() @ rhs.abs()
         half = exact.abs() * 2.0**-8
         assert ((carried.double() - exact).abs() <= half + 2 * lhs.shape[1] * 2.0**-24 * terms).all()
-        assert ((native.double() - exact).abs() <= 2 * half + lost(lhs, rhs)).all()
-    assert not torch.equal(results[0][0], results[1][0])  # or nothing was shown
+        assert ((native.double() - exact).abs() <= 2 * half + accumulation_error_bound(lhs, rhs)).all()
+    assert not torch.equal(results[0][0], results[1][0])  # else the test shows nothing
 
 
-def test_where_units_should_pay():
+def test_pays_for_large_matmuls_only():
     assert units_mm.pays(8192, 4096, 4096)
     assert not units_mm.pays(1024, 1024, 1024)

@@ -1,10 +1,9 @@
-"""Go from every recipe to every other with `recipe_change="allow"`, and write down what each change loses.
+"""Changes from every recipe to every other with `recipe_change="allow"`, and the tables of what each change loses.
 
-    python tests/uses/changes.py --write    # the tables of docs/changing.md
+python tests/uses/changes.py --write    # the tables of docs/changing.md
 
-What is lost is found from values, before and after: of the weights with their masters (`optimizer.full`), of the
-moments in float32, of scaling states and of the loss scale.
-"""
+Losses are found by comparing values before and after: weights with their masters (`optimizer.full`), moments in
+float32, scaling states and the loss scale."""
 
 import copy
 import re
@@ -34,11 +33,12 @@ LOSSES = {
     "Scaling states": "scaling states (start over|are dropped)",
     "Loss scale": "the loss scale(, .*, is dropped| begins anew| starts over)",
 }
-"""What a change may lose, and what must then be told."""
+"""What a change may lose, and a pattern of the warning that must then be given."""
 
 
 def build(seed=0):
-    """Small, with matrices large enough for moments in 8 bits, and a value that bf16 holds and fp16 does not."""
+    """A small model, with matrices large enough for 8-bit moments, and a value that bf16 can represent and fp16
+    cannot."""
     torch.default_generator.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 64), Gated(64, 96), nn.LayerNorm(64), nn.Linear(64, 4))
     model.register_parameter("spare", nn.Parameter(torch.tensor([1.5 * 2.0**-30])))
@@ -47,20 +47,20 @@ def build(seed=0):
 
 @cache
 def saved(name):
-    """The states of a model that has trained some steps under a recipe, and what they hold."""
+    """The state dicts of a model after some steps under a recipe, and its `values`."""
     model = build()
     parts = halfstep.prepare(model, adamw(model, lr=1e-3), name, generator=3)
     train(*parts, 8)
     return tuple(copy.deepcopy(part.state_dict()) for part in parts), values(*parts)
 
 
-def begun(name, **options):
+def started(name, **options):
     model = build(1)
     return halfstep.prepare(model, adamw(model), name, generator=4, **options)
 
 
 def values(model, optimizer, scaler):
-    """What each name of `LOSSES` is about."""
+    """The values that belong to each name of `LOSSES`."""
     try:
         moments = optimizer.float32_state_dict()["state"]
     except halfstep.HalfstepError:  # of a subspace
@@ -75,40 +75,39 @@ def values(model, optimizer, scaler):
     return dict(zip(LOSSES, found, strict=True))
 
 
-def alike(one, two):
+def equal(one, two):
     if isinstance(one, torch.Tensor):
         return isinstance(two, torch.Tensor) and one.shape == two.shape and torch.equal(one.float(), two.float())
     if isinstance(one, dict):
-        return isinstance(two, dict) and one.keys() == two.keys() and all(alike(one[key], two[key]) for key in one)
-    return all(map(alike, one, two)) if isinstance(one, list) else one == two
+        return isinstance(two, dict) and one.keys() == two.keys() and all(equal(one[key], two[key]) for key in one)
+    return all(map(equal, one, two)) if isinstance(one, list) else one == two
 
 
 def lost(name, other):
-    """What a run loses that goes from one recipe to the other; all of it is told.
+    """The names of what a change from one recipe to the other loses, after checking that each loss is warned of.
 
-    Raises:
-        AssertionError: something is not; or the change is taken without being asked for, or without training on.
-    """
+    Raises: AssertionError if a loss is not warned of, the change is made without being allowed, or training fails
+    afterwards."""
     states, was = saved(name)
-    refusing = begun(other)
+    refusing = started(other)
     for part, state in zip(refusing[1:], states[1:], strict=True):
         with pytest.raises(halfstep.errors.RecipeError, match=f"'{name}', and this run follows '{other}'"):
             part.load_state_dict(copy.deepcopy(state))
-    parts = begun(other, recipe_change="allow")
+    parts = started(other, recipe_change="allow")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for part, state in zip(parts, states, strict=True):
             part.load_state_dict(copy.deepcopy(state))
-    now, told = values(*parts), " ".join(str(warning.message) for warning in said)
-    found = tuple(what for what in LOSSES if not alike(was[what], now[what]))
+    now, warned = values(*parts), " ".join(str(warning.message) for warning in said)
+    found = tuple(what for what in LOSSES if not equal(was[what], now[what]))
     for what in found:
-        assert re.search(LOSSES[what], told), f"{name} to {other}: {what} lost, and told was: {told}"
+        assert re.search(LOSSES[what], warned), f"{name} to {other}: {what} lost, and warned was: {warned}"
     assert all(torch.tensor(train(*parts, 1)).isfinite()), f"{name} to {other}: the next step is not finite"
     return found
 
 
 def render(outcomes):
-    """A table of each loss: recipes that are alike in it, both as what is left and as what is gone on with, are one."""
+    """A table for each loss. Recipes that behave alike in it, as source and as target, share a row and a column."""
     lines = []
     for what in LOSSES:
 
@@ -139,13 +138,13 @@ def render(outcomes):
     return "\n".join(lines)
 
 
-def every():
+def all_losses():
     torch.set_num_threads(1)
     return {(name, other): lost(name, other) for name in EVERY for other in EVERY if name != other}
 
 
 if __name__ == "__main__":
-    text = render(every())
+    text = render(all_losses())
     if "--write" in sys.argv:
         TABLE.write(text)
     print(text)

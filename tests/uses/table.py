@@ -1,8 +1,7 @@
-"""Run every way of use under every recipe, and write down what came of it: `python tests/uses/table.py --write`.
+"""Runs every way of use under every recipe and writes the results: `python tests/uses/table.py --write`.
 
-It writes outcomes.json, which the tests hold to be true, and the table of docs/using.md, which is a rendering of that.
-Names of files (`table.py test_gan test_steps`) run those alone; `--render` runs nothing.
-"""
+It writes outcomes.json, which the tests check, and the table of docs/using.md, which is rendered from it. File names
+(`table.py test_gan test_steps`) run only those; `--render` runs nothing."""
 
 import importlib
 import json
@@ -27,7 +26,7 @@ TABLE = Marked(
 
 
 def ways(files=()):
-    """Every way, in the order of the files' names and of their lines."""
+    """All ways, in the order of file names and lines."""
     for file in sorted(HERE.glob("test_*.py")):
         if not files or file.stem in files:
             for member in [*vars(importlib.import_module(file.stem)).values()]:
@@ -35,8 +34,8 @@ def ways(files=()):
                     yield member.way
 
 
-def found(way):
-    """Why recipes do not work in this way."""
+def refusals(way):
+    """The recipes that do not work in this way, with the reasons."""
     reasons = {}
     for name in EVERY:
         try:
@@ -48,7 +47,7 @@ def found(way):
 
 
 def render(recorded):
-    """The table, and under it the reasons with the recipes that have them."""
+    """The table, followed by the reasons with their recipes."""
     notes, rows = {}, []
     for way in ways():
         grouped = defaultdict(list)
@@ -75,7 +74,7 @@ def main(arguments):
         warnings.simplefilter("error")
         for way in ways(files):
             print(way.title, flush=True)
-            recorded[way.title] = found(way)
+            recorded[way.title] = refusals(way)
     order = [way.title for way in ways()]
     recorded = {title: recorded[title] for title in order if title in recorded}
     if "--write" in arguments:

@@ -1,11 +1,11 @@
-"""Gradients of several micro-batches, added up."""
+"""Gradient accumulation over several micro-batches."""
 
 import warnings
 from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
-from ways import apart, assert_like_fp32, both, prepare, start_of, tolerance, values, way
+from ways import assert_near_fp32, both, prepare, relative_distance, start_of, tolerance, values, way
 
 import halfstep
 from tiny import assert_same, batch
@@ -31,9 +31,9 @@ def whole(model, optimizer, scaler, times=3):
 def test_accumulation(name):
     """Gradient accumulation: divide each micro-batch's loss by their count; step, update and zero_grad once a step."""
     start, found, expected = both(name, accumulated)
-    assert_like_fp32(name, start, found, expected, slack=2)  # gradients are rounded once a micro-batch
+    assert_near_fp32(name, start, found, expected, slack=2)  # gradients are rounded once a micro-batch
     _, one, _ = both(name, whole)
-    assert apart(found, one, start) <= max(2 * tolerance(name), 1e-5)
+    assert relative_distance(found, one, start) <= max(2 * tolerance(name), 1e-5)
 
 
 @way()

@@ -1,4 +1,4 @@
-"""Averages of the weights over the steps."""
+"""Averages of the weights over the steps (EMA)."""
 
 import copy
 import gc
@@ -12,7 +12,7 @@ import torch
 import torch_ema
 from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
-from ways import apart, assert_outputs_alike, prepare, start_of, steps, values, way
+from ways import assert_outputs_near, prepare, relative_distance, start_of, steps, values, way
 
 import halfstep
 from halfstep.nn import watched
@@ -25,7 +25,7 @@ EPSILON = {"float8_e4m3fn": 2.0**-4, "bf16": 2.0**-7, "fp16": 2.0**-10, "fp32": 
 
 
 def trained(name, after=lambda model: None, times=4):
-    """A run whose every step ends with `after(model)`; returns the model and the average that it should find."""
+    """A run that calls `after(model)` after every step; returns the model and the average that it should have."""
     model, optimizer, scaler = prepare(name, start_of(name))
     average = values(model)
     for seed in range(times):
@@ -36,18 +36,18 @@ def trained(name, after=lambda model: None, times=4):
 
 
 def assert_average(name, model, average):
-    """The model holds the average, and computes with it what a fresh model would that loaded it."""
+    """The model holds the average, and its outputs equal those of a fresh model that loaded it."""
     recipe = get_recipe(name)
     near = EPSILON[recipe.codes.weights.quantizer.format.name if recipe.codes else recipe.weights]
     found = {key.removeprefix("module."): value for key, value in values(model).items()}
-    assert apart({key: found[key] for key in average}, average) <= near
+    assert relative_distance({key: found[key] for key in average}, average) <= near
     fresh, _, _ = prepare(name, start_of(name))
     fresh.load_state_dict({key: value.to(found[key].dtype) for key, value in found.items() if key in average})
     x = batch()[0]
     torch.testing.assert_close(model.eval()(x), fresh.eval()(x), rtol=0.3, atol=0.3)  # delayed scales are the model's
     stock = start_of(name)
     stock.load_state_dict(average)
-    assert_outputs_alike(name, model(x), stock(x))
+    assert_outputs_near(name, model(x), stock(x))
 
 
 @way()
@@ -69,14 +69,14 @@ def test_averaged_model(name):
         after(model)
         average = {key: average[key].lerp(value, HALF) for key, value in values(model).items()}
     assert_average(name, averaged[0].module, average)
-    assert_same(values(model), values(trained(name)[0]))  # the trained one knows nothing of it
+    assert_same(values(model), values(trained(name)[0]))  # the trained model is unaffected
 
 
 DECAY = 0.999
 
 
 class ByHand:
-    """As training scripts write it, through `.data` or not."""
+    """An average as in training scripts, with or without `.data`."""
 
     def __init__(self, model, data=False):
         self.module, self.data = copy.deepcopy(model), data
@@ -89,7 +89,7 @@ class ByHand:
 
 
 class Lerped(ByHand):
-    """As libraries write it."""
+    """An average as in libraries."""
 
     @torch.no_grad()
     def update_parameters(self, model):
@@ -98,7 +98,7 @@ class Lerped(ByHand):
 
 
 class Clones:
-    """An average in clones of the parameters, `shadow`, which `update` moves."""
+    """An average in `shadow`, clones of the parameters, which `update` changes."""
 
     def __init__(self, model, shadow, update):
         self.module = SimpleNamespace(state_dict=lambda: dict(zip(model.state_dict(), shadow, strict=True)))
@@ -118,7 +118,7 @@ def of_diffusers(model):
 
 
 def of_lists(model):
-    """The optimizer's own loop, over lists of tensors."""
+    """An average by the optimizer's own functions over lists of tensors."""
     shadow = [parameter.detach().clone() for parameter in model.parameters()]
     update = get_ema_multi_avg_fn(DECAY)
     return Clones(model, shadow, lambda model: update(shadow, [p.detach() for p in model.parameters()], 1))
@@ -136,12 +136,10 @@ AVERAGES = {
 }
 
 
-def followed(name, make, first, times=24):
-    """How far an average is from the one in float32, as a share of its way, and what was warned of.
+def error_and_warnings(name, make, first, times=24):
+    """The relative error of an average compared with one in float32, and the warnings.
 
-    Args:
-        first: whether it was made before `prepare`.
-    """
+    `first` makes the average before `prepare`."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 4))
     average = make(model) if first else None
@@ -164,29 +162,29 @@ def followed(name, make, first, times=24):
 @pytest.mark.quick("AveragedModel-bf16-stochastic", "by hand, .data-bf16-master", "torch_ema-bf16-stochastic")
 @pytest.mark.parametrize("name", ["bf16-stochastic", "bf16-master"])
 @pytest.mark.parametrize("how", AVERAGES)
-def test_an_average_in_16_bits_stands_still_and_says_so(how, name):
-    off, (said,) = followed(name, AVERAGES[how], first=False)
+def test_an_average_in_16_bits_does_not_move_and_warns(how, name):
+    off, (said,) = error_and_warnings(name, AVERAGES[how], first=False)
     assert off > 0.5
     assert f"recipe {name!r} keeps weights" in said
     assert "make it before halfstep.prepare" in said
 
 
-def test_an_average_in_fp16_whose_products_are_rounded_too_says_so():
+def test_an_average_in_fp16_warns():
     """Which values move depends on their significands, not on their distance from the weights."""
-    off, (said,) = followed("fp16-master", AVERAGES["AveragedModel"], first=False)
+    off, (said,) = error_and_warnings("fp16-master", AVERAGES["AveragedModel"], first=False)
     assert off > 0.5
     assert "recipe 'fp16-master' keeps weights" in said
 
 
-def test_equal_weights_are_said_to_be_lost_once_there_are_many(monkeypatch):
-    """Of the writes after the first ones, those after a power of two are looked at."""
+def test_averages_that_stop_moving_late_warn(monkeypatch):
+    """After the first writes, the number of writes is checked at powers of two only."""
     monkeypatch.setattr(watched, "_WRITES", 4)
-    _, (said,) = followed("bf16-stochastic", AveragedModel, first=False, times=80)
+    _, (said,) = error_and_warnings("bf16-stochastic", AveragedModel, first=False, times=80)
     assert "in a copy.deepcopy of the model" in said
 
 
-def test_an_average_that_rounds_by_chance_is_quiet_in_torchs_class_too():
-    """Most of its values stay where they are, as others do whose average is lost."""
+def test_an_average_with_stochastic_rounding_does_not_warn():
+    """Most of its values do not change, as in an average that is lost."""
     generator = torch.Generator().manual_seed(0)
 
     def rounded(average, weight, count):
@@ -194,12 +192,12 @@ def test_an_average_that_rounds_by_chance_is_quiet_in_torchs_class_too():
         noise = torch.randint(2**16, bits.shape, dtype=torch.int32, generator=generator)
         return ((bits + noise) & -(2**16)).view(torch.float32)
 
-    _, told = followed("bf16-stochastic", lambda model: AveragedModel(model, avg_fn=rounded), first=False)
+    _, told = error_and_warnings("bf16-stochastic", lambda model: AveragedModel(model, avg_fn=rounded), first=False)
     assert told == []
 
 
-def loop(model, optimizer, average, scaler=None, times=20):
-    """What is warned of averages in plain steps."""
+def warnings_in_loop(model, optimizer, average, scaler=None, times=20):
+    """The warnings about averages in a plain training loop."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(times):
@@ -209,36 +207,36 @@ def loop(model, optimizer, average, scaler=None, times=20):
 
 
 @pytest.mark.parametrize("name", ["bf16-nomaster", "bf16-stochastic"])
-def test_clones_are_found_where_a_stock_optimizer_steps(name):
+def test_averages_in_clones_warn_with_a_stock_optimizer(name):
     model = mlp()
     halfstep.apply(model, name)
-    (said,) = loop(model, torch.optim.AdamW(model.parameters()), of_lists(model))
+    (said,) = warnings_in_loop(model, torch.optim.AdamW(model.parameters()), of_lists(model))
     assert "in clones of the parameters" in said
 
 
-def test_clones_are_found_where_a_deepcopy_is_trained():
+def test_averages_in_clones_warn_if_a_deepcopy_is_trained():
     model, optimizer, scaler = copy.deepcopy(prepared("bf16-master"))
-    (said,) = loop(model, optimizer, of_lists(model), scaler)
+    (said,) = warnings_in_loop(model, optimizer, of_lists(model), scaler)
     assert "in clones of the parameters" in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16-stochastic", "bf16-master"])
 @pytest.mark.parametrize("how", ["AveragedModel", "by hand", "torch_ema", "diffusers"])
-def test_an_average_that_is_made_before_prepare_is_in_float32(how, name):
-    """By hand it starts at weights that are not rounded yet, and is as far off as their rounding is from its way."""
-    off, told = followed(name, AVERAGES[how], first=True, times=200)
+def test_an_average_made_before_prepare_is_in_float32(how, name):
+    """It starts at unrounded weights, so its error is their rounding error relative to the distance it moved."""
+    off, told = error_and_warnings(name, AVERAGES[how], first=True, times=200)
     assert told == []
     assert off < 0.2
 
 
-def test_averages_under_recipes_of_float32_weights_are_exact_and_quiet():
-    off, told = followed("fp32", AVERAGES["AveragedModel of lists"], first=False)
+def test_averages_of_float32_weights_are_exact_and_do_not_warn():
+    off, told = error_and_warnings("fp32", AVERAGES["AveragedModel of lists"], first=False)
     assert (off < 1e-3, told) == (True, [])
 
 
 def stock_copy(model):
-    """What torch's classes hold, who know no recipe."""
+    """A copy without a recipe, in torch's classes."""
     layers = [type(layer).__base__(*shape) for layer, shape in zip(model, [(8, 64), (), (64, 4)], strict=True)]
     stock = torch.nn.Sequential(*layers).bfloat16().requires_grad_(False)
     stock.load_state_dict(model.state_dict())
@@ -246,7 +244,7 @@ def stock_copy(model):
 
 
 class Others:
-    """Copies of a model that are no averages in 16 bits, and are written to after each step."""
+    """Copies of a model that are written after each step but are no averages in 16 bits."""
 
     def __init__(self, model, how, clones):
         self.how, self.generator = how, torch.Generator().manual_seed(0)
@@ -281,13 +279,13 @@ OTHERS = ["load", "copy", "new snapshot", "never", "float32 copy", "rounded from
 @pytest.mark.quick("load-False", "stochastic-True")
 @pytest.mark.parametrize("clones", [False, True])
 @pytest.mark.parametrize("how", OTHERS)
-def test_other_copies_are_quiet(how, clones):
-    _, told = followed("bf16-stochastic", lambda model: Others(model, how, clones), first=False)
+def test_other_copies_do_not_warn(how, clones):
+    _, told = error_and_warnings("bf16-stochastic", lambda model: Others(model, how, clones), first=False)
     assert told == []
 
 
-def test_clones_that_are_made_late_are_found_and_no_model_is_kept_alive():
-    """Those of after the 8th step are found before the 64th."""
+def test_averages_made_late_warn_and_keep_no_model_alive():
+    """Clones made after step 8 are found before step 64."""
     model = mlp()
     model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), "bf16-master")
     train(model, optimizer, scaler, 8)
@@ -305,15 +303,15 @@ def test_clones_that_are_made_late_are_found_and_no_model_is_kept_alive():
     assert gone() is None
 
 
-def ended():
-    """How many hooks there are, once a step has ended those of models that are gone."""
+def hooks_left():
+    """The number of hooks, after a step has removed those of deleted models."""
     gc.collect()
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()
     return len(hooks)
 
 
-def test_a_copy_that_trains_by_itself_is_quiet_and_no_hook_stays():
-    before = ended()
+def test_a_copy_that_trains_does_not_warn_and_hooks_are_removed():
+    before = hooks_left()
     first = prepare("bf16-stochastic", start_of("bf16-stochastic"))
     second = copy.deepcopy(first)
     assert len(hooks) == before + 1
@@ -325,7 +323,7 @@ def test_a_copy_that_trains_by_itself_is_quiet_and_no_hook_stays():
     assert len(hooks) == before + 1
     pickle.loads(pickle.dumps(first[0]))
     del twin
-    assert ended() == before
+    assert hooks_left() == before
 
 
 @way()
@@ -376,10 +374,10 @@ def test_average_of_state_dicts(name):
     assert_same(values(model), values(trained(name)[0]))
 
 
-def test_two_copies_are_watched_one_after_the_other():
-    """Torch iterates over the hooks of both before each step: none goes while it does."""
+def test_hooks_of_two_copies_are_removed_one_at_a_time():
+    """torch iterates over both hooks before each step, so none may be removed meanwhile."""
     model, optimizer, scaler = prepared("bf16-pure")
-    before = ended()
+    before = hooks_left()
     trained, kept = copy.deepcopy(model), copy.deepcopy(model)
     trained(batch()[0]).square().mean().backward()
     train(model, optimizer, scaler, 2)

@@ -1,4 +1,4 @@
-"""Activations computed again in the backward pass."""
+"""Activation checkpointing: activations recomputed in the backward pass."""
 
 import warnings
 from functools import partial
@@ -30,8 +30,8 @@ def trained(name, how):
     model, optimizer, scaler = prepare(name, model)
     torch.manual_seed(5)
     losses = steps(model, optimizer, scaler, 3)
-    assert len(inside) == (3 if how is None else 6), "the activations were not computed again"
-    assert len(set(inside)) == 1, "computed again under another autocast"
+    assert len(inside) == (3 if how is None else 6), "the activations were not recomputed"
+    assert len(set(inside)) == 1, "recomputed under another autocast"
     return losses, values(model), scaler.state_dict()
 
 
@@ -57,7 +57,7 @@ def checkpointed_layers(model, x):
 
 
 def by_layers(name, call):
-    """A run whose loop calls the layers, and not the model."""
+    """A run whose loop calls the layers instead of the model."""
     model, optimizer, scaler = prepare(name, model_for(name))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -1,25 +1,25 @@
-"""Copies of what is trained: in memory, in files, and states of which a run goes on."""
+"""Copies of models and training states: deepcopy, pickle, files, and resuming from states."""
 
 import copy
 import io
 import pickle
 
 import torch
-from ways import assert_like_fp32, assert_outputs_alike, both, prepare, start_of, steps, values, way
+from ways import assert_near_fp32, assert_outputs_near, both, prepare, start_of, steps, values, way
 
 from tiny import adamw, assert_same, batch, copied
 
 
 def run(name):
-    """A run that has begun, under Adam, whose moments a copy must carry."""
+    """A run of three steps under Adam, whose moments copies must include."""
     model = start_of(name)
     trained = prepare(name, model, adamw(model))
     steps(*trained, 3)
     return trained
 
 
-def assert_goes_on(copies, originals):
-    """Both go on alike, bit for bit, and each by itself."""
+def assert_continue_identically(copies, originals):
+    """Copies and originals continue with the same bits, and independently."""
     before = values(originals[0])
     losses = steps(*copies, 3, first=3)
     assert_same(values(originals[0]), before)
@@ -35,14 +35,14 @@ def test_deepcopy(name):
     alone = copy.deepcopy(trained[0])
     assert_same(alone.eval()(batch()[0]), trained[0].eval()(batch()[0]))
     trained[0].train()
-    assert_goes_on(copy.deepcopy(trained), run(name))
-    assert_goes_on(trained, run(name))
+    assert_continue_identically(copy.deepcopy(trained), run(name))
+    assert_continue_identically(trained, run(name))
 
 
 @way()
 def test_pickle(name):
     """pickle: of model, optimizer and scaler together (`pickle.dumps((model, optimizer, scaler))`); they train on."""
-    assert_goes_on(pickle.loads(pickle.dumps(run(name))), run(name))
+    assert_continue_identically(pickle.loads(pickle.dumps(run(name))), run(name))
 
 
 @way()
@@ -54,7 +54,7 @@ def test_save_of_a_model(name):
         file.seek(0)
         loaded = torch.load(file, weights_only=False)
         if isinstance(loaded, tuple):
-            assert_goes_on(loaded, trained)
+            assert_continue_identically(loaded, trained)
         else:
             assert_same(loaded.eval()(batch()[0]), trained[0].eval()(batch()[0]))
             assert type(loaded).__name__ == type(start_of(name)).__name__
@@ -73,7 +73,7 @@ def test_resume(name):
     resumed = prepare(name, model, adamw(model))
     for part, state in zip(resumed, torch.load(file), strict=True):
         part.load_state_dict(state) if state else None  # a scaler that scales nothing saves nothing
-    assert_goes_on(resumed, trained)
+    assert_continue_identically(resumed, trained)
 
 
 @way()
@@ -85,7 +85,7 @@ def test_stock_model_loads(name):
     model, _, _ = prepare(name, start_of(name))
     model.load_state_dict(found)
     x = batch()[0]
-    assert_outputs_alike(name, model(x), stock(x))
+    assert_outputs_near(name, model(x), stock(x))
     assert not torch.equal(start[next(iter(start))], found[next(iter(found))])
 
 
@@ -99,7 +99,7 @@ def test_loaded_weights(name):
         steps(model, optimizer, scaler)
 
     _, found, expected = both(name, loop)
-    assert_like_fp32(name, values(other(name)), found, expected)
+    assert_near_fp32(name, values(other(name)), found, expected)
 
 
 def other(name):

@@ -1,16 +1,16 @@
-"""Derivatives of derivatives, and torch.func."""
+"""Second derivatives, and torch.func."""
 
 import torch
 import torch.nn.functional as F
 from torch.func import functional_call, grad, jacrev, vmap
-from ways import MUST, ROUNDED, ROUNDING, StockFailsToo, apart, prepare, start_of, tolerance, way
+from ways import MUST, ROUNDED, ROUNDING, StockFailsToo, prepare, relative_distance, start_of, tolerance, way
 
 from halfstep.recipe import get_recipe
 from tiny import batch
 
 
-def differentiable(model):
-    """The parameters as a dict, detached, as torch.func takes them."""
+def parameters_of(model):
+    """The detached parameters as a dict, as torch.func takes them."""
     return {key: parameter.detach() for key, parameter in model.named_parameters()}
 
 
@@ -18,14 +18,14 @@ def as_float32(tensors):
     return {key: value.detach().float() for key, value in tensors.items()}
 
 
-def like_fp32(name, found, expected, slack=1.0):
-    distance = apart(as_float32(found), as_float32(expected))
+def assert_near_fp32(name, found, expected, slack=1.0):
+    distance = relative_distance(as_float32(found), as_float32(expected))
     assert distance <= max(slack * tolerance(name), 2e-6), f"{distance:.4f} from fp32"
     assert distance > ROUNDED or name == "fp32", "nothing was rounded"
 
 
 def pair(name):
-    """The prepared model, and a stock one."""
+    """A prepared model and a stock one."""
     return prepare(name, start_of(name))[0], start_of(name)
 
 
@@ -45,7 +45,7 @@ def test_input_gradients(name):
     for model in pair(name):
         x = batch()[0].requires_grad_()
         found.append({"x": torch.autograd.grad(model(x).square().sum(), x)[0]})
-    like_fp32(name, *found, slack=2)
+    assert_near_fp32(name, *found, slack=2)
 
 
 @way(may_refuse=ROUNDING)
@@ -58,7 +58,7 @@ def test_double_backward(name):
         parameters = dict(model.named_parameters())
         second = torch.autograd.grad(first.square().sum(), list(parameters.values()), allow_unused=True)
         found.append({k: v for k, v in zip(parameters, second, strict=True) if v is not None})
-    like_fp32(name, *found, slack=3)
+    assert_near_fp32(name, *found, slack=3)
 
 
 @way()
@@ -66,33 +66,33 @@ def test_functional_call(name):
     """torch.func.functional_call: of the prepared model, with parameters in the dtypes that it stores."""
     found = []
     for model in pair(name):
-        halves = {key: value * 0.5 for key, value in differentiable(model).items()}
+        halves = {key: value * 0.5 for key, value in parameters_of(model).items()}
         found.append({"y": functional_call(model, halves, (batch()[0],))})
-    like_fp32(name, *found, slack=2)
+    assert_near_fp32(name, *found, slack=2)
     model = prepare(name, start_of(name))[0]
-    unchanged = functional_call(model, differentiable(model), (batch()[0],))
+    unchanged = functional_call(model, parameters_of(model), (batch()[0],))
     torch.testing.assert_close(unchanged, model(batch()[0]), rtol=0, atol=0)
 
 
 @way()
 def test_func_grad(name):
     """torch.func.grad: of a loss by `functional_call`, as under stock autocast."""
-    found = [grad(loss_of(model))(differentiable(model)) for model in pair(name)]
-    like_fp32(name, *found, slack=2)
+    found = [grad(loss_of(model))(parameters_of(model)) for model in pair(name)]
+    assert_near_fp32(name, *found, slack=2)
 
 
 @way()
 def test_func_jacrev(name):
     """torch.func.jacrev: of a loss by `functional_call`, `chunk_size=1` (without it torch vmaps the backward pass)."""
-    found = [jacrev(loss_of(model), chunk_size=1)(differentiable(model)) for model in pair(name)]
-    like_fp32(name, *found, slack=2)
+    found = [jacrev(loss_of(model), chunk_size=1)(parameters_of(model)) for model in pair(name)]
+    assert_near_fp32(name, *found, slack=2)
 
 
 def per_sample(model):
     def loss(parameters, x, y):
         return F.mse_loss(functional_call(model, parameters, (x[None],)).float(), y[None])
 
-    return vmap(grad(loss), in_dims=(None, 0, 0))(differentiable(model), *batch())
+    return vmap(grad(loss), in_dims=(None, 0, 0))(parameters_of(model), *batch())
 
 
 @way(may_refuse=MUST - {"fp32"})
@@ -102,14 +102,14 @@ def test_vmap(name):
     try:
         found = per_sample(ours)
     except RuntimeError:
-        under_autocast(name)
+        raise_if_stock_fails(name)
         raise
     assert all(value.shape[0] == 12 for value in found.values())
-    like_fp32(name, found, per_sample(stock), slack=2)
+    assert_near_fp32(name, found, per_sample(stock), slack=2)
 
 
-def under_autocast(name):
-    """Whether torch's own autocast can do it."""
+def raise_if_stock_fails(name):
+    """Raise StockFailsToo if torch's own autocast fails too."""
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(get_recipe(name).compute)
     if get_recipe(name).weights == "fp32" and name not in ROUNDING and dtype is not None:
         try:

@@ -1,11 +1,11 @@
-"""Two networks against each other: two optimizers, a gradient penalty, weights clamped after each step."""
+"""GANs: two networks with an optimizer each, a gradient penalty, and weights clamped after each step."""
 
 import copy
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from ways import ROUNDING, Stock, assert_like_fp32, prepare, sgd, values, way
+from ways import ROUNDING, Stock, assert_near_fp32, prepare, sgd, values, way
 
 from tiny import batch, model_for
 
@@ -22,15 +22,15 @@ def none(critic, scaler, real, fake):
 
 
 def penalty(critic, scaler, real, fake):
-    """Gulrajani et al.'s, as torch's own notes on mixed precision write it."""
+    """The gradient penalty of Gulrajani et al., as in torch's notes on mixed precision."""
     x = real.lerp(fake, 0.3).requires_grad_()
     (grad,) = torch.autograd.grad(scaler.scale(critic(x).sum()), x, create_graph=True)
     grad = grad / scaler.get_scale()
     return (grad.norm(dim=1) - 1).square().mean()
 
 
-def played(generator, critic, regularizer=none, after=lambda critic: None, rounds=4):
-    """Rounds of both; each is (model, optimizer, scaler)."""
+def train_gan(generator, critic, regularizer=none, after=lambda critic: None, rounds=4):
+    """Train both; each is (model, optimizer, scaler)."""
     (g, g_optimizer, g_scaler), (d, d_optimizer, d_scaler) = generator, critic
     for seed in range(rounds):
         real = batch(seed)[0]
@@ -55,33 +55,33 @@ class Plain(Stock):
 
 
 def descent(model, lr=0.5):
-    return sgd(model, lr, momentum=0.5)  # large updates: small ones drown in what storing a weight rounds
+    return sgd(model, lr, momentum=0.5)  # large updates, since the rounding of stored weights hides small ones
 
 
-def game(name, slack=1.0, networks_compared=2, lr=0.5, **options):
-    """Both networks as in fp32, or the critic; returns the critic under the recipe."""
+def compare_gan(name, slack=1.0, networks_compared=2, lr=0.5, **options):
+    """Compare both networks, or only the critic, with fp32's; return the critic under the recipe."""
     ours, stock = networks(name), networks(name)
     start = [values(model) for model in ours]
     prepared = [prepare(name, model, descent(model, lr)) for model in ours]
     torch.manual_seed(1)
-    played(*prepared, **options)
-    played(*[(model, descent(model, lr), Plain()) for model in stock], **options)
+    train_gan(*prepared, **options)
+    train_gan(*[(model, descent(model, lr), Plain()) for model in stock], **options)
     for before, model, expected in [*zip(start, ours, stock, strict=True)][-networks_compared:]:
-        assert_like_fp32(name, before, values(model), values(expected), slack)
+        assert_near_fp32(name, before, values(model), values(expected), slack)
     return ours[1]
 
 
 @way()
 def test_gan(name):
     """GAN: prepare each network with its own optimizer, and use each one's scaler."""
-    game(name, slack=3)
+    compare_gan(name, slack=3)
 
 
 @way(may_refuse=ROUNDING)
 def test_gradient_penalty(name):
     """Gradient penalty: `torch.autograd.grad(scaler.scale(critic(x).sum()), x, create_graph=True)`, then divide by
     `scaler.get_scale()`. A rounded matmul has no second derivative."""
-    game(name, slack=2, regularizer=penalty)
+    compare_gan(name, slack=2, regularizer=penalty)
 
 
 def through_data(critic):
@@ -99,7 +99,7 @@ def through_no_grad(critic):
 def test_clamp(name):
     """Weights clamped after each step: through `.data` or under no_grad; masters follow."""
     for clamp in (through_data, through_no_grad):
-        critic = game(name, slack=2, networks_compared=1, lr=0.1, after=clamp)
+        critic = compare_gan(name, slack=2, networks_compared=1, lr=0.1, after=clamp)
         assert max(value.abs().max() for value in values(critic).values()) <= 0.21
 
 
@@ -121,4 +121,4 @@ def test_mask(name):
                 trained[0].weight.mul_(mask)
     assert (values(model)["0.weight"][~mask] == 0).all()
     assert (values(model)["0.weight"][mask] != 0).all()
-    assert_like_fp32(name, start, values(model), values(stock))
+    assert_near_fp32(name, start, values(model), values(stock))

@@ -1,4 +1,4 @@
-"""Models that are traced: torch.export and torch.compile."""
+"""Traced models: torch.export and torch.compile."""
 
 import copy
 import io

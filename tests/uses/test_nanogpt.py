@@ -1,4 +1,4 @@
-"""nanoGPT's training script: its loop, groups, clipping and checkpoints; two lines are added, one is changed."""
+"""nanoGPT's training script: its loop, groups, clipping and checkpoints, with two lines added and one changed."""
 
 import io
 import math
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from ways import apart, under, values, way
+from ways import relative_distance, under, values, way
 
 import halfstep
 from tiny import SMOOTH, Gated, assert_same
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A block, with the embedding for a head; forward returns logits and loss, as nanoGPT's does."""
+    """A transformer block with tied embedding and head; forward returns logits and loss, as nanoGPT's."""
 
     def __init__(self, is_gated=False, vocabulary=16, context=12, width=16, heads=2, layers=1):
         super().__init__()
@@ -79,7 +79,7 @@ class GPT(nn.Module):
 
 
 def get_batch(seed):
-    """Counting, from anywhere, by one or two."""
+    """Sequences that count up by one or two from a random start."""
     generator = torch.Generator().manual_seed(seed)
     start, by = (torch.randint(low, high, (8, 1), generator=generator) for low, high in ((0, 16), (1, 3)))
     tokens = (start + by * torch.arange(13)) % 16
@@ -141,7 +141,7 @@ class Script:
         return losses
 
     def checkpoint(self):
-        """What train.py writes, through a file."""
+        """The checkpoint that train.py writes, after saving and loading."""
         file = io.BytesIO()
         parts = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
         torch.save({"iter_num": self.iteration, **{key: part.state_dict() for key, part in parts.items()}}, file)
@@ -174,7 +174,7 @@ def test_nanogpt_resumes(name):
     assert_same(values(resumed.raw_model), values(first.raw_model))
 
 
-@pytest.mark.slow  # test_graphs.py has the fast ones
+@pytest.mark.slow  # test_graphs.py has fast tests
 @way(core=("fp8-delayed",))
 def test_nanogpt_compiles(name):
     """nanoGPT compiled: the same numbers; a checkpoint's keys have `_orig_mod.`, which its script strips."""
@@ -196,4 +196,4 @@ def test_nanogpt_clips(name):
     start = values(ours.raw_model)
     a, b = (script.train(4, grad_clip=0.05) for script in (ours, theirs))
     assert max(abs(x - y) for x, y in zip(a, b, strict=True)) < 0.05
-    assert apart(values(theirs.raw_model), values(ours.raw_model), start) < 0.1
+    assert relative_distance(values(theirs.raw_model), values(ours.raw_model), start) < 0.1

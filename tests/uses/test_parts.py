@@ -1,4 +1,4 @@
-"""What a user calls beside the root's forward, and forwards that somebody replaced."""
+"""Submodules and methods called instead of the model's forward, and replaced forwards."""
 
 import types
 import warnings
@@ -6,7 +6,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 from torch import nn
-from ways import Stock, assert_like_fp32, prepare, sgd, values, way
+from ways import Stock, assert_near_fp32, prepare, sgd, values, way
 
 import halfstep
 from tiny import assert_same, batch, model_for
@@ -31,7 +31,7 @@ class Coder(nn.Module):
         return self.decode(self.encode(x))
 
     def training_step(self, pair, index):
-        """Lightning's: the loss, of parts."""
+        """Lightning's training_step: the loss, computed from submodules."""
         x, y = pair
         return F.mse_loss(self.decode(self.encode(x)), y)
 
@@ -80,7 +80,8 @@ def run(model, optimizer, scaler, loss_of, times=4):
 
 
 def compared(name, loss_of):
-    """A run by parts is as fp32's, and rounds: computing in fp32 without a word is what this is about."""
+    """The values after a run by `loss_of`, which must be near fp32's but not equal: it must not compute in fp32
+    silently."""
     model, stock = Coder(name), Coder(name)
     start = values(stock)
     ours = prepare(name, model)
@@ -90,7 +91,7 @@ def compared(name, loss_of):
         found = run(*ours, loss_of)
     assert all("with halfstep.following(model)" in str(warning.message) for warning in said)
     assert len(said) <= 1
-    assert_like_fp32(name, start, found, expected, slack=2)
+    assert_near_fp32(name, start, found, expected, slack=2)
     return found
 
 
@@ -126,7 +127,7 @@ def test_following(name):
 
 
 def autocast_of_layers(model):
-    """Which dtype autocast has, in each call of the first layer."""
+    """A list that gets autocast's dtype in each call of the first layer."""
     seen = []
     model.encoder[0].register_forward_hook(
         lambda *_: seen.append(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"))
@@ -135,7 +136,8 @@ def autocast_of_layers(model):
 
 
 def patched(name, how, before):
-    """The run of a model whose instance has another forward, replaced before `prepare` or after."""
+    """The run of a model whose forward was replaced on the instance before or after `prepare`, and its autocast
+    dtypes."""
 
     def patch(model):
         stock = model.forward

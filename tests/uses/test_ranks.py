@@ -1,4 +1,4 @@
-"""Two processes: DDP and FSDP2. Every way runs in one pair of processes, over all recipes of a test."""
+"""DDP and FSDP2 on two ranks. One pair of processes runs every way, for all recipes of a test."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from ways import Stock, assert_like_fp32, prepare, sgd, start_of, under, values, way
+from ways import Stock, assert_near_fp32, prepare, sgd, start_of, under, values, way
 
 import halfstep
 from halfstep.recipe import FP8, get_recipe
@@ -27,7 +27,7 @@ warnings.simplefilter("ignore")
 import torch, torch.distributed as dist
 from test_ranks import KINDS, on_a_rank
 torch.set_num_threads(1)
-other = os.fork()  # rank 1, which need not import all of that again
+other = os.fork()  # rank 1, which then need not import everything again
 rank = 0 if other else 1
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 found = {(name, kind): on_a_rank(KINDS[kind], name, rank) for name in names for kind in KINDS}
@@ -43,9 +43,10 @@ def micro_batches(step, rank):
         yield tuple(part[6 * rank : 6 * rank + 6] for part in batch(10 * step + i))
 
 
-def trained(model, trained, syncs, times=3):
-    """The documented loop with two micro-batches a step; `syncs(last)` says whether the gradients cross."""
-    _, optimizer, scaler = trained
+def train(model, parts, syncs, times=3):
+    """The documented loop with two micro-batches per step; `syncs(last)` is the context in which gradients are reduced
+    or not."""
+    _, optimizer, scaler = parts
     for step in range(times):
         for i, (x, y) in enumerate(micro_batches(step, torch.distributed.get_rank())):
             with syncs(i == 1):
@@ -57,7 +58,7 @@ def trained(model, trained, syncs, times=3):
 
 
 class Syncs:
-    """FSDP2's switch as a context, as DDP's no_sync is one."""
+    """FSDP2's set_requires_gradient_sync as a context, like DDP's no_sync."""
 
     def __init__(self, model, last):
         model.set_requires_gradient_sync(last)
@@ -72,10 +73,10 @@ class Syncs:
 def distributed(name, rank):
     torch.manual_seed(0)
     model = start_of(name)
-    torch.manual_seed(1000 + rank)  # the usual advice: each rank its own data, dropout, and seed
+    torch.manual_seed(1000 + rank)  # the usual advice: different data, dropout and seed on each rank
     ours = prepare(name, model, generator=None)
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    trained(wrapped, ours, lambda last: nullcontext() if last else wrapped.no_sync())
+    train(wrapped, ours, lambda last: nullcontext() if last else wrapped.no_sync())
     return values(model)
 
 
@@ -88,7 +89,7 @@ def wrapped_too_early(name, rank):
         ours = prepare(name, model, generator=None)
     except halfstep.HalfstepError as error:
         return str(error)
-    trained(wrapped, ours, lambda last: nullcontext() if last else wrapped.no_sync())
+    train(wrapped, ours, lambda last: nullcontext() if last else wrapped.no_sync())
     return values(model)
 
 
@@ -98,7 +99,7 @@ def compressed(name, rank):
     ours = prepare(name, model, generator=None)
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     halfstep.distributed.compress(wrapped, FP8)
-    trained(wrapped, ours, lambda last: nullcontext() if last else wrapped.no_sync())
+    train(wrapped, ours, lambda last: nullcontext() if last else wrapped.no_sync())
     return values(model)
 
 
@@ -134,7 +135,7 @@ def sharded(name, rank):
     optimizer, scaler = halfstep.optimize(model, sgd(model))
     if scaler.is_enabled():
         scaler.update(2.0**10)
-    trained(model, (model, optimizer, scaler), lambda last: Syncs(model, last))
+    train(model, (model, optimizer, scaler), lambda last: Syncs(model, last))
     return {key: p.full_tensor().detach().float() for key, p in model.named_parameters()}
 
 
@@ -146,7 +147,7 @@ def sharded_too_late(name, rank):
     ours = prepare(name, model)
     try:
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        trained(model, ours, lambda last: Syncs(model, last), times=1)
+        train(model, ours, lambda last: Syncs(model, last), times=1)
     except halfstep.HalfstepError as error:
         return str(error)
     return None
@@ -159,7 +160,7 @@ KINDS = {
 
 
 def on_a_rank(kind, name, rank):
-    """What a rank finds: a result, or what was raised; both ranks raise alike or wait for each other for ever."""
+    """A rank's result, or the error it raised. Both ranks raise alike, or they would wait for each other forever."""
     try:
         return kind(name, rank)
     except Exception as error:
@@ -174,8 +175,8 @@ def ranks(names):
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
-def seen(name, kind):
-    """What both ranks found."""
+def results(name, kind):
+    """The results of both ranks."""
     found = [rank[name, kind] for rank in ranks(FEW if name in FEW else REST)]
     for each in found:
         if isinstance(each, halfstep.HalfstepError):
@@ -185,7 +186,7 @@ def seen(name, kind):
 
 
 def in_one_process(name):
-    """Stock fp32 with all rows of a step."""
+    """Stock fp32 with the rows of both ranks."""
     model = start_of(name)
     optimizer, scaler = sgd(model), Stock()
     for step in range(3):
@@ -199,12 +200,12 @@ def in_one_process(name):
 
 
 def compared(name, kind):
-    found = seen(name, kind)
+    found = results(name, kind)
     assert_same(found[0], found[1])
     torch.manual_seed(0)
     start, expected = values(start_of(name)), in_one_process(name)
-    rounds = "bf16-mixed" if (name, kind) == ("fp32", "fp8") else name  # what crosses in FP8 is rounded
-    assert_like_fp32(rounds, start, found[0], expected, slack=2)
+    rounds = "bf16-mixed" if (name, kind) == ("fp32", "fp8") else name  # gradients sent in FP8 are rounded
+    assert_near_fp32(rounds, start, found[0], expected, slack=2)
 
 
 @way(core=FEW)
@@ -216,11 +217,11 @@ def test_ddp(name):
 @way(core=FEW)
 def test_ddp_too_early(name):
     """DDP before `prepare`: the same where weights stay in float32; else an error that names the right order."""
-    found = seen(name, "early")
+    found = results(name, "early")
     if isinstance(found[0], str):
         assert all("Call halfstep first, and then DistributedDataParallel(model)" in message for message in found)
     else:
-        assert_same(found, seen(name, "ddp"))
+        assert_same(found, results(name, "ddp"))
 
 
 @way(core=FEW)
@@ -244,6 +245,6 @@ def test_fsdp2(name):
 @way(core=FEW)
 def test_fsdp2_too_late(name):
     """FSDP2 after `prepare`: an error, at once or at the first step, that names the right order."""
-    for message in seen(name, "late"):
-        assert message is not None, "it went on in silence"
+    for message in results(name, "late"):
+        assert message is not None, "it raised no error"
         assert "halfstep.optimize" in message

@@ -1,15 +1,15 @@
-"""Recurrent layers."""
+"""Recurrent layers: LSTM, GRU, RNN and their cells."""
 
 import torch
 from torch import nn
-from ways import StockFailsToo, assert_like_fp32, both, steps, way
+from ways import StockFailsToo, assert_near_fp32, both, steps, way
 
 from halfstep.recipe import get_recipe
 from tiny import model_for
 
 
 class Recurrent(nn.Module):
-    """A sequence of four steps of two numbers, read by a recurrent layer."""
+    """Reads a sequence of four steps of two values by a recurrent layer."""
 
     def __init__(self, kind, name):
         super().__init__()
@@ -41,8 +41,8 @@ def gru_cell(*sizes, batch_first):
     return nn.GRUCell(*sizes)
 
 
-def stock_runs(kind, dtype):
-    """Whether torch itself trains such a model under its own autocast."""
+def raise_if_stock_fails(kind, dtype):
+    """Raise StockFailsToo if torch cannot train such a model under its own autocast."""
     model = Recurrent(kind, "fp32")
     try:
         with torch.autocast("cpu", dtype):
@@ -62,11 +62,13 @@ def compared(name, kind, model=Recurrent):
     except RuntimeError:
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(get_recipe(name).compute)
         if dtype is not None and model is Recurrent:
-            stock_runs(kind, dtype)
+            raise_if_stock_fails(kind, dtype)
         raise
     codes = get_recipe(name).codes
-    stored_in_8_bits = codes is not None and codes.weights.bytes == 1  # fp32's weights, rounded so, are 0.27 away
-    assert_like_fp32(name, start, found, expected, slack=3 if stored_in_8_bits else 2)
+    stored_in_8_bits = (
+        codes is not None and codes.weights.bytes == 1
+    )  # fp32's weights, rounded to 8 bits, are 0.27 away
+    assert_near_fp32(name, start, found, expected, slack=3 if stored_in_8_bits else 2)
 
 
 @way()

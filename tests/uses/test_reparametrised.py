@@ -1,14 +1,14 @@
-"""Weights that are computed from others, and weights that a forward writes to."""
+"""Parametrized weights, weights that a forward writes, and tied weights."""
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
-from ways import assert_like_fp32, both, steps, way
+from ways import assert_near_fp32, both, steps, way
 
 from tiny import model_for
 
 
-def made(name, change):
+def maker(name, change):
     def make():
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), model_for(name))
@@ -22,19 +22,19 @@ def made(name, change):
 def test_spectral_norm(name):
     """Spectral norm: `torch.nn.utils.parametrizations.spectral_norm`, or the older hook, before `prepare`."""
     for change in (parametrizations.spectral_norm, nn.utils.spectral_norm):
-        start, found, expected = both(name, steps, made(name, change))
-        assert_like_fp32(name, start, found, expected, slack=3)
+        start, found, expected = both(name, steps, maker(name, change))
+        assert_near_fp32(name, start, found, expected, slack=3)
 
 
 @way()
 def test_weight_norm(name):
     """Weight norm: `torch.nn.utils.parametrizations.weight_norm` before `prepare`."""
-    start, found, expected = both(name, steps, made(name, parametrizations.weight_norm))
-    assert_like_fp32(name, start, found, expected, slack=2)
+    start, found, expected = both(name, steps, maker(name, parametrizations.weight_norm))
+    assert_near_fp32(name, start, found, expected, slack=2)
 
 
 class Embedded(nn.Module):
-    """Eight numbers become eight tokens of four kinds; their vectors are added to them."""
+    """Eight inputs become eight tokens of four kinds, whose mean embedding is added."""
 
     def __init__(self, name):
         super().__init__()
@@ -49,7 +49,7 @@ class Embedded(nn.Module):
 def test_max_norm(name):
     """Embedding(max_norm=...): as always; the forward writes to its weight, which is not a step of the optimizer."""
     start, found, expected = both(name, steps, lambda: Embedded(name))
-    assert_like_fp32(name, start, found, expected, slack=2)
+    assert_near_fp32(name, start, found, expected, slack=2)
     assert found["tokens.weight"].norm(dim=1).min() > 0
 
 
@@ -72,4 +72,4 @@ def test_tied(name):
         assert model.down.weight is model.up.weight
 
     start, found, expected = both(name, loop, Tied)
-    assert_like_fp32(name, start, found, expected, slack=2)
+    assert_near_fp32(name, start, found, expected, slack=2)

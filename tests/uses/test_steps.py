@@ -1,4 +1,4 @@
-"""What is done around optimizer.step()."""
+"""What training loops do around optimizer.step(): closures, SAM, clipping, schedulers, 16-bit weights, audits."""
 
 import copy
 from contextlib import nullcontext
@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from ways import (
     Stock,
     StockFailsToo,
-    apart,
-    assert_like_fp32,
+    assert_near_fp32,
     both,
     prepare,
+    relative_distance,
     sgd,
     start_of,
     step,
@@ -35,7 +35,7 @@ def test_closure(name):
     for how in ("none", "optimizer", "scaler"):
         model, optimizer, scaler = prepare(name, start_of(name))
         if scaler.is_enabled() and how != "none":
-            refused(model, scaler, optimizer)
+            check_refusal(model, scaler, optimizer)
         torch.manual_seed(7)
         for seed in range(3):
             x, y = batch(seed)
@@ -59,7 +59,7 @@ def test_closure(name):
 
 
 class Several:
-    """Optimizers of torch in a stock loop."""
+    """Several of torch's optimizers as one, for a stock loop."""
 
     def __init__(self, *optimizers):
         self.optimizers = optimizers
@@ -88,11 +88,11 @@ def test_muon_beside_another(name):
     model, start = copy.deepcopy(stock), values(stock)
     steps(*prepare(name, model, muon_and_sgd(model, halfstep.optim.Combined)))
     steps(stock, muon_and_sgd(stock, Several), Stock())
-    assert_like_fp32(name, start, values(model), values(stock), slack=2)
+    assert_near_fp32(name, start, values(model), values(stock), slack=2)
 
 
-def refused(model, scaler, optimizer):
-    """torch's GradScaler takes no closure either."""
+def check_refusal(model, scaler, optimizer):
+    """Closures are refused, as by torch's GradScaler."""
     stock = torch.nn.Linear(2, 1)
     stock_optimizer, stock_scaler = sgd(stock), torch.amp.GradScaler("cpu")
     stock_scaler.scale(stock(torch.ones(1, 2)).sum()).backward()
@@ -152,15 +152,15 @@ def test_sharpness_aware(name):
             sharpness_aware(model, optimizer, scaler, restore)
 
         start, found, expected = both(name, loop)
-        assert_like_fp32(name, start, found, expected, slack=3)
+        assert_near_fp32(name, start, found, expected, slack=3)
     _, _, plain = both(name, steps)
-    assert apart(found, plain, start) > apart(found, expected, start)
+    assert relative_distance(found, plain, start) > relative_distance(found, expected, start)
 
 
 def descent(model):
     return sgd(
         model, lr=1.0, momentum=0.0
-    )  # clipped gradients are small, and small updates drown in storing's rounding
+    )  # clipped gradients are small, and the rounding of stored weights hides small updates
 
 
 def clipping(clip, max_norm=0.05):
@@ -191,9 +191,9 @@ def test_clip_by_scaler(name):
     """Clipping: `scaler.clip_grad_norm_(optimizer, max_norm)`, for every recipe."""
     loop = clipping(by_scaler)
     start, found, expected = both(name, loop, optimizer=descent)
-    assert_like_fp32(name, start, found, expected, slack=4)  # the updates are small
+    assert_near_fp32(name, start, found, expected, slack=4)  # the updates are small
     assert loop.norms[0] == pytest.approx(loop.norms[4], rel=max(tolerance(name), 1e-5))
-    assert loop.norms[0] > 0.1  # so that the clip matters
+    assert loop.norms[0] > 0.1  # so that clipping has an effect
 
 
 @way()
@@ -201,10 +201,12 @@ def test_clip_by_torch(name):
     """Clipping by torch: `scaler.unscale_(optimizer)`, then `torch.nn.utils.clip_grad_norm_(parameters, 1.0)`."""
     loop, ours = clipping(by_torch), clipping(by_scaler)
     start, found, expected = both(name, loop, optimizer=descent)
-    assert_like_fp32(name, start, found, expected, slack=4)
+    assert_near_fp32(name, start, found, expected, slack=4)
     _, clipped, _ = both(name, ours, optimizer=descent)
     assert loop.norms[:4] == pytest.approx(ours.norms[:4], rel=0.02, abs=0)
-    assert apart(found, clipped, start) <= max(2 * tolerance(name), 1e-5)  # torch rounds 16-bit gradients as it clips
+    assert relative_distance(found, clipped, start) <= max(
+        2 * tolerance(name), 1e-5
+    )  # torch rounds clipped gradients to 16 bits
 
 
 @way()
@@ -212,7 +214,7 @@ def test_without_a_scaler(name):
     """Steps without the scaler: `optimizer.step()`, `halfstep.advance(model)`; a recipe that scales its loss warns."""
     ours, twin = prepare(name, start_of(name)), prepare(name, start_of(name))
     if ours[2].get_scale() > 1:
-        without_a_scaler(*ours)
+        check_warning(*ours)
         return
     for model, optimizer, scaler in (ours, twin):
         torch.manual_seed(7)
@@ -228,8 +230,8 @@ def test_without_a_scaler(name):
     assert_same(values(ours[0]), values(twin[0]))
 
 
-def without_a_scaler(model, optimizer, scaler):
-    """A recipe that scales its loss, stepped without its scaler, says so at the first step."""
+def check_warning(model, optimizer, scaler):
+    """A recipe that scales its loss warns at the first step without its scaler."""
     F.mse_loss(model(batch()[0]), batch()[1]).backward()
     with pytest.warns(UserWarning, match="scaler"):
         optimizer.step()
@@ -258,7 +260,7 @@ def test_schedulers(name):
             assert optimizer.param_groups[0]["lr"] == pytest.approx(rates[seed + 1], abs=1e-8)
         runs.append(values(model))
     assert_same(runs[0], runs[1])
-    assert apart(runs[2], runs[0], values(start_of(name))) < 0.05
+    assert relative_distance(runs[2], runs[0], values(start_of(name))) < 0.05
 
 
 @way()
@@ -276,7 +278,7 @@ def test_loaded_in_16_bits(name):
         trained = prepare(name, model, optimizer)
     steps(*trained)
     steps(stock, sgd(stock), Stock())
-    assert_like_fp32(name, start, values(model), values(stock), slack=2)
+    assert_near_fp32(name, start, values(model), values(stock), slack=2)
 
 
 @way()

@@ -1,4 +1,5 @@
-"""A way of using a prepared model, tried under every recipe: what a cell of docs/using.md is, and how it is run."""
+"""A way of using a prepared model, tried under every recipe: the definition of a row of docs/using.md, and how to run
+it."""
 
 import copy
 import json
@@ -17,24 +18,26 @@ from tiny import EVERY, SMOOTH, batch, model_for
 
 CORE = ("bf16-mixed", "fp16-master", "bf16-stochastic", "fp8-delayed")
 REST = tuple(name for name in EVERY if name not in CORE)
-ROUNDING = {name for name in EVERY if any(rule.linear.rounds for rule in get_recipe(name).rules)}  # products' operands
+ROUNDING = {
+    name for name in EVERY if any(rule.linear.rounds for rule in get_recipe(name).rules)
+}  # recipes that round operands of matmuls
 FOUR_BITS = {n for n in ROUNDING if any(q.format.bits == 4 for r in get_recipe(n).rules for q in r.linear.quantizers)}
 MUST = {name for name in EVERY if name.endswith(("-mixed", "-master", "-nomaster"))}
 MUST |= {"fp32", "fp16-mixed-unscaled", "bf16-stochastic", "fp8-current", "fp8-delayed"}
-ROUNDED = 1e-5  # what rounds anything is farther than this from fp32; float32's own orders of summation are nearer
-NOWHERE = 0.9  # what does not move at all is 1 away
+ROUNDED = 1e-5  # any rounding gives a larger distance from fp32, and float32's orders of summation a smaller one
+NOWHERE = 0.9  # a model that does not change has a distance of 1
 WRONG = "**wrong**"
 SLOW = (pytest.mark.slow,)
 OUTCOMES = Path(__file__).with_name("outcomes.json")
 
 
 class StockFailsToo(Exception):
-    """Stock torch cannot do this either: the cell says so, and the way has seen it."""
+    """Stock torch fails in this way too, as the way has checked."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way of use: `run(name)` asserts that it is right under a recipe, or raises what refuses it."""
+    """One way of use: `run(name)` asserts that it works under a recipe, or raises the error that refuses it."""
 
     title: str
     how: str
@@ -48,10 +51,8 @@ def way(
 ) -> Callable[[Callable[[str], None]], Callable[..., None]]:
     """Make a test of a function of a recipe's name, whose docstring is `Title: how to do it.`
 
-    Args:
-        may_refuse: recipes that must work in every way, but need not in this one.
-        core: what `make test` tries; the others are slow tests.
-    """
+    Args: may_refuse: recipes that must work in every way, but need not in this one. core: recipes of the fast test; the
+    others are slow tests."""
 
     def register(run: Callable[[str], None]) -> Callable[..., None]:
         title, _, how = " ".join((run.__doc__ or "").split()).partition(": ")
@@ -74,11 +75,10 @@ def way(
 
 
 def outcomes(way: Way, names: Iterable[str]) -> dict[str, str]:
-    """Why each of the recipes refuses this way, without those that work.
+    """The reasons of the recipes that refuse this way; recipes that work are left out.
 
-    Raises:
-        AssertionError: names the recipes that are wrong: in what they did, in how they refused, or in refusing at all.
-    """
+    Raises: AssertionError: names the recipes with wrong results, with another error, or with a refusal that is not
+    allowed."""
     refused, wrong, first = {}, [], None
     for name in names:
         torch.manual_seed(0)
@@ -105,7 +105,7 @@ def sentence(message: str) -> str:
 
 
 class Stock:
-    """The scaler of a stock loop in float32: it scales nothing."""
+    """A scaler for a stock loop in float32, without a loss scale."""
 
     def scale(self, loss):
         return loss
@@ -124,13 +124,14 @@ class Stock:
 
 
 def sgd(model, lr=0.1, momentum=0.9, **options):
-    """Updates in proportion to gradients: Adam's first ones are signs, which show no factor and much noise."""
+    """SGD, whose updates are proportional to gradients; Adam's first ones are signs, which hide factors and show
+    noise."""
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr, momentum, **options)
 
 
 def under(name):
-    """The recipe, made so that plain SGD is what its update is: GaLore has all of every gradient
-    and its whole step; an estimator, which shrinks a weight's gradient to 0.6, is left out."""
+    """The recipe, modified so that its update is plain SGD: GaLore's projection has full rank and scale 1, and
+    estimators, which shrink a weight's gradient to 0.6, are removed."""
     recipe = get_recipe(name)
     if recipe.projection is not None:
         return replace(recipe, projection=replace(recipe.projection, rank=10**6, share=1.0, scale=1.0))
@@ -145,7 +146,7 @@ def under(name):
 
 
 def straight(spec):
-    """The products of a rule without the weight's estimator: gradients go straight through its rounding."""
+    """A rule's matmuls without the weight's estimator: gradients pass straight through its rounding."""
     output, grad_input = (
         replace(product, rhs=replace(product.rhs, estimator=None)) for product in (spec.output, spec.grad_input)
     )
@@ -158,7 +159,8 @@ def prepare(name, model, optimizer=None, **options):
 
 
 def settled(model, optimizer, scaler):
-    """A dynamic loss scale starts where it ends up: its first steps would be skipped, which stock fp32 does not do."""
+    """Lower a dynamic loss scale to where it would settle; else its first steps would be skipped, unlike stock
+    fp32's."""
     if scaler.is_enabled() and scaler.get_scale() > 2.0**10:
         scaler.update(2.0**10)
     return model, optimizer, scaler
@@ -175,22 +177,23 @@ def step(model, optimizer, scaler, x, y, loss_of=F.mse_loss):
 
 
 def steps(model, optimizer, scaler, times=4, first=0):
-    """The documented loop, a batch a step, numbered from `first`; returns the losses."""
+    """Steps of the documented loop on batches numbered from `first`; returns the losses."""
     return [step(model, optimizer, scaler, *batch(seed)) for seed in range(first, first + times)]
 
 
 def values(model):
-    """What a model's state dict says, in float32."""
+    """The floating-point values of a model's state dict in float32."""
     return {key: v.detach().float().clone() for key, v in model.state_dict().items() if v.is_floating_point()}
 
 
 def start_of(name, make=None):
-    """A model from its seed, under no recipe."""
+    """A model from a fixed seed, without a recipe."""
     return make() if make is not None else model_for(name)
 
 
 def both(name, loop, make=None, optimizer=sgd):
-    """The model's values before, after `loop(model, optimizer, scaler)` under the recipe, and in stock fp32."""
+    """The model's values before, after `loop(model, optimizer, scaler)` under the recipe, and after it in stock
+    fp32."""
     stock = start_of(name, make)
     model = copy.deepcopy(stock)
     start = values(stock)
@@ -202,8 +205,8 @@ def both(name, loop, make=None, optimizer=sgd):
     return start, values(model), values(stock)
 
 
-def apart(found, expected, start=None):
-    """The distance of two states, relative to the way that the expected one has come."""
+def relative_distance(found, expected, start=None):
+    """The distance of two states, relative to the distance of the expected one from the start."""
     assert found.keys() == expected.keys()
     start = start or {key: torch.zeros_like(value) for key, value in expected.items()}
     far = torch.cat([(found[key] - expected[key]).flatten() for key in expected]).norm()
@@ -211,7 +214,7 @@ def apart(found, expected, start=None):
 
 
 def tolerance(name):
-    """How far a few steps of the documented loop may be from fp32's, relative to their way: twice what is seen."""
+    """The largest relative distance from fp32 after a few steps of the documented loop: twice what is seen."""
     if name in SMOOTH:
         return 0.35  # gradients of two mantissa bits, rounded stochastically
     if name in FOUR_BITS:
@@ -219,14 +222,15 @@ def tolerance(name):
     return 0.0 if name == "fp32" else 0.15 if name in ROUNDING and name != "bf16-truncate" else 0.04
 
 
-def assert_outputs_alike(name, found, stock):
-    """Outputs of the same weights with rounded operands and without: within 0.2, in 4 bits 0.7, twice what is seen."""
+def assert_outputs_near(name, found, stock):
+    """Outputs with and without rounded operands, for the same weights, differ by at most 0.2, in 4 bits 0.7: twice what
+    is seen."""
     torch.testing.assert_close(found, stock, rtol=0.1, atol=0.7 if name in FOUR_BITS else 0.2)
 
 
-def assert_like_fp32(name, start, found, expected, slack=1.0):
-    """Within the recipe's rounding of what stock torch does in fp32, and other than it where the recipe rounds."""
-    distance = apart(found, expected, start)
+def assert_near_fp32(name, start, found, expected, slack=1.0):
+    """The values are within the recipe's rounding of stock fp32's, and differ from them if the recipe rounds."""
+    distance = relative_distance(found, expected, start)
     most = min(slack * tolerance(name), NOWHERE)
     assert distance <= max(most, 2e-6), f"{distance:.4f} of the way from fp32"
     assert distance > ROUNDED or name == "fp32", "nothing was rounded"
