@@ -1,11 +1,11 @@
-"""Compile every kernel that the cases launch for a GPU that is not here, and say what became of it: lines of JSON.
+"""Compile every kernel that the cases launch for a GPU that is not here, and print facts about it as lines of JSON.
 
     PYTHONPATH=src:.triton/3.7.1 python tests/gpu/compiled.py [--capability 90] [--core] [KERNEL ...]
 
---core takes of each function one launch alone, of the first case of a kernel that has any, and counts no instructions.
+--core compiles one launch per function, that of a kernel's first case with any, and counts no instructions.
 
-Run in a process of its own, without TRITON_INTERPRET: launches are not made but written down, each kind once, with the
-dtypes and constants that it had.
+Run it in its own process, without TRITON_INTERPRET: launches are not run but recorded, each kind once, with their
+dtypes and constants.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TYPES = {torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8", torch.int64:
          torch.int8: "i8", torch.bool: "i1", torch.float64: "fp64"}  # fmt: skip
 WARP = 32
 SCALARS = {"prepare", "advance", "norm", "seeds"}
-"""Functions that find a few numbers for each tensor."""
+"""Functions that compute a few scalars for each tensor."""
 
 
 def launches(names: set[str], core: bool) -> Iterator[tuple[str, str, JITFunction, dict[str, Any], dict[str, Any]]]:
@@ -69,7 +69,7 @@ def launches(names: set[str], core: bool) -> Iterator[tuple[str, str, JITFunctio
 
 
 def described(function: JITFunction, arguments: dict[str, Any]) -> dict[str, str]:
-    """By parameter: its type, or its value where it is a constant."""
+    """By parameter: its type, or its value if it is a constant."""
     kinds = {}
     for parameter in function.params:
         value = arguments[parameter.name]
@@ -83,8 +83,8 @@ def described(function: JITFunction, arguments: dict[str, Any]) -> dict[str, str
 
 
 def bind(function: JITFunction, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> None:
-    """What a launch does before it compiles: write a function of the kernel's parameters, whose names it has others
-    beside (`options`), call it, and look the kernel up by what it returns."""
+    """Do what a launch does before it compiles: write a function with the kernel's parameters, which collide with the
+    names of `options` if Triton does not rename them, call it, and look up the kernel by the result."""
     backend = make_backend(GPUTarget("cuda", capability, WARP))
     binder = create_function_from_signature(function.signature, function.params, backend)
     _, specialization, others = binder(**arguments, **options, debug=False)
@@ -92,7 +92,7 @@ def bind(function: JITFunction, arguments: dict[str, Any], options: dict[str, An
 
 
 def compiled(function: JITFunction, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> Any:
-    """The kernel, compiled with pointers that are multiples of 16, as torch's allocations are."""
+    """The kernel, compiled for pointers that are multiples of 16, as torch's allocations are."""
     bind(function, arguments, options, capability)
     kinds = described(function, arguments)
     constants = {name: arguments[name] for name, kind in kinds.items() if kind.startswith("=")}
@@ -109,12 +109,12 @@ def compiled(function: JITFunction, arguments: dict[str, Any], options: dict[str
 def facts(
     function: JITFunction, arguments: dict[str, Any], options: dict[str, Any], capability: int, counts: bool
 ) -> dict[str, Any]:
-    """What a compiled kernel is: registers, bytes spilled, and, where it `counts`, which takes the disassembler,
-    instructions an element of a full block."""
+    """Facts about a compiled kernel: registers, bytes spilled, and, with `counts`, which needs the disassembler,
+    instructions per element of a full block."""
     made = compiled(function, arguments, options, capability)
     ptx = made.asm["ptx"]
     found: dict[str, Any] = {
-        # A quotient's corrections are meant to be.
+        # Corrections of quotients use fma on purpose.
         "contracted": 0 if corrections(arguments) else len(re.findall(r"\bfma\.", ptx)),
         "approximate": sorted(set(re.findall(r"[a-z0-9.]*(?:\.approx|\.full|\.ftz)[a-z0-9.]*", ptx))),
         # Functions of scalars, and of rows that start anywhere, have no wide accesses.
@@ -123,7 +123,7 @@ def facts(
         "unordered": unordered(ptx)[:3],
     }
     if capability >= 100:
-        return found  # PTX is what such a GPU compiles for itself
+        return found  # for such a GPU only PTX is checked
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(made.asm["cubin"])
@@ -132,37 +132,38 @@ def facts(
     uses = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
     found |= {"registers": int(uses["REG"]), "spilled": int(uses["STACK"]) + int(uses["LOCAL"])}
     if sass is not None:
-        again = arguments["TALL"] // arguments["ROWS"] if function.__name__ == "both_by_passes" else 1
-        elements = again * elements_of(arguments) / (WARP * options["num_warps"])
-        found["instructions"] = round(full_path(sass, again) / elements, 1)
+        repeats = arguments["TALL"] // arguments["ROWS"] if function.__name__ == "both_by_passes" else 1
+        elements = repeats * elements_of(arguments) / (WARP * options["num_warps"])
+        found["instructions"] = round(full_path(sass, repeats) / elements, 1)
     return found
 
 
 def corrections(arguments: dict[str, Any]) -> int:
-    """How often a kernel corrects quotients, those of moments in tiles too."""
+    """The number of corrections of quotients in a kernel, those of tiled moments included."""
     rules = [arguments.get("R"), *[getattr(arguments.get(name), "quotient", None) for name in ("M1", "M2")]]
     return max(getattr(rule, "corrections", 0) for rule in rules)
 
 
 def narrow(ptx: str) -> list[str]:
-    """The global accesses of less than 16 bytes in a kernel that has none of 16."""
+    """The global accesses of less than 16 bytes in a kernel without any of 16."""
     accesses = re.findall(r"(?:ld|st)\.global[.a-z0-9_:]*", ptx)
     wide = [a for a in accesses if re.search(r"\.v4\.[bu]32|\.v2\.[bu]64|\.v8\.b32", a)]
     return [] if wide else sorted(set(accesses))
 
 
 def elements_of(arguments: dict[str, Any]) -> int:
-    """The elements of a program: its block's."""
+    """The number of elements of a program's block."""
     return arguments["B"] if "B" in arguments else arguments["ROWS"] * arguments["COLUMNS"]
 
 
 def tool(name: str, *arguments: str) -> str:
-    """What one of the tools says that come with Triton."""
+    """The output of one of the tools that come with Triton."""
     return subprocess.run([TOOLS / name, *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def full_path(sass: str, again: int = 1) -> int:
-    """Instructions of one way through a kernel, loops so often: where it parts, the way with the widest accesses."""
+def full_path(sass: str, repeats: int = 1) -> int:
+    """The instructions of one path through a kernel, with loops run `again` times: at branches, the path with the
+    widest accesses."""
     blocks: dict[str, list[str]] = {}
     here = ""
     for line in sass.splitlines():
@@ -178,7 +179,7 @@ def full_path(sass: str, again: int = 1) -> int:
     for place, name in enumerate(names):
         for back in set(following[name]) & set(names[: place + 1]):
             for inner in names[names.index(back) : place + 1]:
-                blocks[inner] += blocks[inner] * (again - 1)
+                blocks[inner] += blocks[inner] * (repeats - 1)
     return _weighed(names[0], blocks, following, {})[1]
 
 
@@ -192,8 +193,8 @@ def _following(blocks: dict[str, list[str]], names: list[str], place: int) -> li
 def _weighed(
     name: str, blocks: dict[str, list[str]], following: dict[str, list[str]], found: dict[str, tuple[int, int]]
 ) -> tuple[int, int]:
-    """Of the best way from a block on: its accesses of 16 bytes and its instructions. A division parts the way twice an
-    element, so each block is weighed once; a way back to one that is being weighed counts for nothing."""
+    """Of the best path from a block on: its 16-byte accesses and its instructions. Each block is weighed once, since a
+    division branches twice per element; back edges to blocks being weighed count nothing."""
     if name not in found:
         found[name] = 0, 0
         ways = [_weighed(way, blocks, following, found) for way in following[name]]
@@ -209,9 +210,11 @@ if __name__ == "__main__":
     parser.add_argument("--core", action="store_true")
     parser.add_argument("kernels", nargs="*")
     asked = parser.parse_args()
-    cast.capability = lambda device: divmod(asked.capability, 10)  # which GPU it is
+    cast.capability = lambda device: divmod(asked.capability, 10)  # the GPU to compile for
     made = launches(set(asked.kernels), asked.core)
     for kernel, format, function, arguments, options in made:
-        told = {"kernel": kernel, "format": format, "function": function.__name__}
-        told |= {"launch": described(function, arguments), "capability": asked.capability}
-        print(json.dumps(told | facts(function, arguments, options, asked.capability, not asked.core)), flush=True)
+        found_facts = {"kernel": kernel, "format": format, "function": function.__name__}
+        found_facts |= {"launch": described(function, arguments), "capability": asked.capability}
+        print(
+            json.dumps(found_facts | facts(function, arguments, options, asked.capability, not asked.core)), flush=True
+        )

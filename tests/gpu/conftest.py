@@ -1,4 +1,4 @@
-"""What is run under triton, in processes of its own, is not collected here."""
+"""Scripts that other tests run under Triton in their own processes are not collected."""
 
 collect_ignore = [
     "compiled.py",

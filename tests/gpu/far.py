@@ -1,5 +1,5 @@
-"""Kernels on tensors of more than 2^31 elements, in Triton's interpreter: of each launch the last programs alone, on
-memory that is touched only where they read and write. A line of JSON for each kernel.
+"""Kernels on tensors of more than 2^31 elements, in Triton's interpreter: only the last programs of each launch run, so
+that little of the allocated memory is touched. Prints a line of JSON for each kernel.
 
     TRITON_INTERPRET=1 PYTHONPATH=src:.triton/3.7.1 python tests/gpu/far.py [casts|tiles|rows ...]
 """
@@ -20,14 +20,14 @@ from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import ROW
 
 
-TAIL, LAST = 4096, 8  # elements that are compared at the end of a flat tensor; programs that run
+TAIL, LAST = 4096, 8  # elements compared at the end of a flat tensor; programs that run
 N = (1 << 31) + 3 * TAIL
 ROWS, COLUMNS, LOWER = (1 << 18) + 256, 8192, 256
 E4M3, BF16 = formats.get("float8_e4m3fn"), torch.bfloat16
 
 
 def only_the_last(launch):
-    """A launch whose grid is long runs its last programs alone."""
+    """Wrap a launch so that only the last programs of a long grid run."""
 
     def run(executor, *given, **named):
         count = executor.grid[0]
@@ -42,7 +42,7 @@ def only_the_last(launch):
 
 
 def flat():
-    """A long tensor, and what its end holds."""
+    """A long tensor, and the values at its end."""
     x, tail = torch.empty(N, dtype=BF16), torch.randn(TAIL, generator=torch.Generator().manual_seed(0)).to(BF16)
     x[-TAIL:] = tail
     return x, tail

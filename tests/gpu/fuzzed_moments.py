@@ -1,5 +1,5 @@
-"""Moments and weights in every form of one scale a tensor that kernels know, stepped; and norms whose order is seen:
-`interpreted.py` runs it."""
+"""Optimizer steps with every per-tensor storage of moments and weights that kernels support, and norms whose summation
+order shows: run by `interpreted.py`."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,11 +21,11 @@ from kernels.inputs import ORDERS, near_a_tie
 
 
 PAIRS = (("e4m3", "e5m2"), ("e4m3fnuz", "float8_e4m3fn"), ("e3m4", "e5m2fnuz"))
-"""Formats of the first moment and the second."""
+"""Formats of the first and second moments."""
 
 
 def tests() -> list[KernelTest]:
-    """One for each pair of formats, and one of norms."""
+    """One test for each pair of formats, and one of norms."""
     kinds = [("ordinary",), ("wide",), ("hard",)]
     return [
         *kernel_tests("fuzzed moments", dict(_recipes()), selftest.stepped, kinds),
@@ -51,12 +51,12 @@ def _recipes() -> Iterator[tuple[str, Recipe]]:
 
 
 def _orders(device: torch.device) -> Iterator[Case]:
-    """Weights that move by their own norm, to 0 or to what is its last bit."""
+    """Weights that step by their own norm, to 0 or to its last bit."""
     rule = elementwise(
         "made_up", torch.optim.SGD, lambda group: (), lambda w, grad, moments, o: (w - norm(w) * grad, {}),
         lambda group: {}, elementwise=False,
     )  # fmt: skip
-    for places, expected in ORDERS[:4] + ORDERS[5:]:  # the other one has 8,000 blocks, one after the other here
+    for places, expected in ORDERS[:4] + ORDERS[5:]:  # the other one has 8,000 blocks, which run sequentially here
         weight = near_a_tie(places)
         step, grad = torch.zeros(()), torch.ones_like(weight)
         tensors = Tensors(weight, grad, step, "none", {}, (), None, "nearest_even", None, 0, 0, 0)

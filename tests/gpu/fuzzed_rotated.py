@@ -1,4 +1,4 @@
-"""Rotations of random sizes, shapes, tiles, rules and dtypes in Triton's interpreter: a line of JSON for each.
+"""Random Hadamard transforms, shapes, tiles, rules and dtypes in Triton's interpreter: a line of JSON for each.
 
 TRITON_INTERPRET=1 PYTHONPATH=src:.triton/3.7.1 python tests/gpu/fuzzed_rotated.py [--seed 0] [--rounds 24]
 """
@@ -29,7 +29,7 @@ RULES = ("floor", "rceil", "absmax", "absmax_bf16", "current", "three_quarters",
 
 
 def cases(quantizer: Quantizer, hadamard: Hadamard, chance: random.Random) -> Iterator[Case]:
-    """Of a random shape and dtype."""
+    """Cases of a random shape and dtype."""
     shape = chance.choice((4, 16, 33, 70)), chance.choice((16, 28, 64, 130))
     dtype = chance.choice((torch.float32, torch.bfloat16, torch.float16))
     spun, x, signs = (quantizer, hadamard), torch.empty(shape, dtype=dtype), hadamard.signs()
@@ -47,7 +47,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=24)
     asked = parser.parse_args()
-    np.seterr(all="ignore")  # the interpreter computes in numpy, which says so where a number is not finite
+    np.seterr(all="ignore")  # the interpreter computes in numpy, which warns of nonfinite numbers
     torch.set_num_threads(1)
     chance = random.Random(asked.seed)
     for _ in range(asked.rounds):

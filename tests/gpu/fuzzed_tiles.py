@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=1 PYTHONPATH=src:.triton/3.7.1 python tests/gpu/fuzzed_tiles.py [--seed 0] [--rounds 1]
 
-Every named block format with every rule that it has, and others of random formats and tiles: those that kernels take.
+Every named block format with each of its rules, and random formats and tiles, as far as kernels support them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OTHERS = 40
 
 
 def quantizers(chance: random.Random) -> Iterator[Quantizer]:
-    """The named ones, nearest and stochastic, and then random ones."""
+    """The named ones, with nearest and stochastic rounding, then random ones."""
     for name in formats.block_names():
         for rule, rounding in itertools.product(formats.get_block(name).rules, ("nearest_even", "stochastic")):
             yield get_quantizer(name, scale=rule, rounding=rounding)
@@ -46,12 +46,12 @@ def quantizers(chance: random.Random) -> Iterator[Quantizer]:
 
 
 def cases(quantizer: Quantizer, chance: random.Random, rounds: int) -> Iterator[Case]:
-    """Of random shapes."""
+    """Cases of random shapes."""
     device = torch.device("cpu")
     for _ in range(rounds):
         shape = chance.choice((1, 3, 16, 33, 128, 150)), chance.choice((16, 28, 64, 96, 128, 256, 260))
         dtype = chance.choice((torch.float32, torch.bfloat16, torch.float16))
-        if quantizer.outliers is None:  # whose tensors have sizes of their own
+        if quantizer.outliers is None:  # quantizers with outliers have tensors of other sizes
             yield from tiles.quantised(quantizer, device, dtype, shape)
         for into in dict.fromkeys((dtype, torch.bfloat16)):
             yield from tiles.valued(quantizer, device, dtype, shape, into=into)
@@ -66,7 +66,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=1)
     asked = parser.parse_args()
-    np.seterr(all="ignore")  # the interpreter computes in numpy, which says so where a number is not finite
+    np.seterr(all="ignore")  # the interpreter computes in numpy, which warns of nonfinite numbers
     torch.set_num_threads(1)
     chance = random.Random(asked.seed)
     for quantizer in quantizers(chance):

@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=1 PYTHONPATH=src:.triton/3.7.1 python tests/gpu/interpreted.py [--core]
 
-Run in a process of its own, since Triton reads the variable when a kernel is defined.
+Run it in its own process, since Triton reads the variable when a kernel is defined.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ from halfstep.optim import selftest as optim
 
 
 EASY = [("ordinary",), ("wide",)]
-"""Gradients that `hard` ones have among them."""
+"""Gradients that the `hard` ones include."""
 
 
 class Core(KernelTest):
-    """The cases that compare the first 4,000 numbers."""
+    """Only the first cases, up to 4,000 compared numbers."""
 
     def cases(self, device):
         compared, cases = 0, super().cases(device)
@@ -37,7 +37,7 @@ class Core(KernelTest):
 
 
 if __name__ == "__main__":
-    np.seterr(all="ignore")  # the interpreter computes in numpy, which says so where a number is not finite
+    np.seterr(all="ignore")  # the interpreter computes in numpy, which warns of nonfinite numbers
     torch.set_num_threads(1)
     assert isinstance(functions("elementwise").cast, InterpretedFunction), "TRITON_INTERPRET=1 is not set"
     optimizer.EACH, optimizer.MANY = 3, 4  # programs with all of their blocks, and one with fewer

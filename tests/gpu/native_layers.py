@@ -1,10 +1,10 @@
-"""Linear layers whose operands Triton's kernels round, in its interpreter, beside layers whose operands the CPU's
-kernels round: a line of JSON for each recipe.
+"""Linear layers whose operands Triton's kernels round, in its interpreter, compared with layers whose operands the
+CPU's kernels round: a line of JSON for each recipe.
 
     TRITON_INTERPRET=1 PYTHONPATH=src:.triton/3.7.1 python tests/gpu/native_layers.py [RECIPE ...]
 
-Run in a process of its own, since Triton reads the variable when a kernel is defined. There are no units: their
-product is formed in float64 from the codes and scales that reach them, and rounded once.
+Run it in its own process, since Triton reads the variable when a kernel is defined. Without tensor cores, their matmul
+is computed in float64 from the codes and scales passed to them, and rounded once.
 """
 
 import json
@@ -31,12 +31,12 @@ CASES = {
     "fp8-current": (48, 80, 64), "fp8-delayed": (48, 80, 64), "fp8-rowwise": (48, 80, 64), "fp8-block": (128, 256, 384),
     "mxfp8": (160, 96, 128), "nvfp4": (160, 96, 128),
 }  # fmt: skip
-"""Rows, in and out."""
+"""(rows, in, out) of the layers."""
 TILES = {F.ScalingType.BlockWise1x32: 32, F.ScalingType.BlockWise1x16: 16}
 
 
-def product(a, b, scale_a, kind_a, scale_b, kind_b, *_, bias=None, output_dtype=torch.bfloat16, **__):
-    """What tensor cores compute, rounded once."""
+def tensor_core_matmul(a, b, scale_a, kind_a, scale_b, kind_b, *_, bias=None, output_dtype=torch.bfloat16, **__):
+    """The result of tensor cores, rounded once."""
     kinds, sides = F.ScalingType, []
     scale_b = scale_b.t() if kind_b == kinds.RowWise else scale_b
     for codes, scale, kind in ((a, scale_a, kind_a), (b.t(), scale_b, kind_b)):
@@ -60,9 +60,9 @@ def product(a, b, scale_a, kind_a, scale_b, kind_b, *_, bias=None, output_dtype=
     return (made if bias is None else made + bias.double()).to(output_dtype)
 
 
-def layer(name, seed, steps=2, cached=False):
-    """What two steps of two micro-batches leave: outputs, gradients and scaling states. `cached`: the weight is rounded
-    once a step."""
+def layer_results(name, seed, steps=2, cached=False):
+    """Outputs, gradients and scaling states of two steps of two micro-batches. `cached`: the weight is rounded once per
+    step."""
     spec = next(rule.linear for rule in get_recipe(name).rules if rule.linear.rounds)
     spec.known.clear()
     torch.manual_seed(seed)
@@ -87,8 +87,8 @@ def layer(name, seed, steps=2, cached=False):
     return left
 
 
-def siblings(name, seed, last):
-    """What two layers of one input leave, the second of twice as many outputs: outputs, and gradients."""
+def sibling_results(name, seed, last):
+    """Outputs and gradients of two layers of one input, the second with twice as many outputs."""
     spec = next(rule.linear for rule in get_recipe(name).rules if rule.linear.rounds)
     spec.known.clear()
     torch.manual_seed(seed)
@@ -108,9 +108,9 @@ if __name__ == "__main__":
     np.seterr(all="ignore")
     torch.set_num_threads(1)
     scaled_mm.capability = lambda device: capability
-    F.scaled_mm = product
+    F.scaled_mm = tensor_core_matmul
     for kind in (StatefulScaling, *StatefulScaling.__subclasses__()):
-        kind.waits = lambda self, state: True  # as on a GPU, which the host does not ask
+        kind.waits = lambda self, state: True  # as on a GPU, whose values the host does not read
     capability = 9, 0
     linear, made = import_module("halfstep.ops.linear"), native.native_layer
     native.plain = blocks.plain = layouts.plain = is_dense
@@ -124,7 +124,7 @@ if __name__ == "__main__":
     for name in sys.argv[1:] or CASES:
         asked, capability = [], (10, 0) if name in ("mxfp8", "nvfp4") else (9, 0)
         linear.native_layer = lambda *given: None
-        expected, beside = layer(name, 1), siblings(name, 2, None)
+        expected, expected_siblings = layer_results(name, 1), sibling_results(name, 2, None)
 
         def native_layer(*given, asked=asked):
             asked.append(made(*given))
@@ -135,14 +135,16 @@ if __name__ == "__main__":
         wrong, weights = [], []
         for cached in (False, True):
             rounded.clear()
-            found = layer(name, 1, cached=cached)
+            found = layer_results(name, 1, cached=cached)
             weights.append(rounded.count(CASES[name][:0:-1]))
             wrong += [place for place, pair in enumerate(zip(found, expected, strict=True)) if not torch.equal(*pair)]
         rounded.clear()
-        found, inputs = siblings(name, 2, LastInput()), CASES[name][:2]
+        found, inputs = sibling_results(name, 2, LastInput()), CASES[name][:2]
         wrong += [
-            f"sibling {place}" for place, pair in enumerate(zip(found, beside, strict=True)) if not torch.equal(*pair)
+            f"sibling {place}"
+            for place, pair in enumerate(zip(found, expected_siblings, strict=True))
+            if not torch.equal(*pair)
         ]
         operand.amax_of = kept
-        told = {"triton": triton.__version__, "recipe": name, "wrong": wrong, "native": all(asked) and len(asked)}
-        print(json.dumps(told | {"weights": weights, "inputs": rounded.count(inputs)}), flush=True)
+        report = {"triton": triton.__version__, "recipe": name, "wrong": wrong, "native": all(asked) and len(asked)}
+        print(json.dumps(report | {"weights": weights, "inputs": rounded.count(inputs)}), flush=True)

@@ -1,7 +1,8 @@
-"""Reads and writes of shared memory in PTX that no barrier keeps apart, along any way through a kernel.
+"""Finds reads and writes of shared memory in PTX without a barrier between them, along any path through a kernel.
 
-Threads of a program meet at barriers alone. What one writes and another reads, or the other way about, must have one in
-between; where addresses are the same register's, a thread meets itself, as in the second half of a reduction.
+Threads of a program synchronize only at barriers. Between one thread's write and another's read of the same memory, or
+the reverse, there must be one; if both addresses are in the same register, it is the same thread's memory, as in the
+second half of a reduction.
 """
 
 import itertools
@@ -9,18 +10,19 @@ import re
 
 
 def unordered(ptx):
-    """Pairs of lines, a write among them, that one way through the kernel takes without a barrier in between."""
+    """Pairs of lines, at least one of them a write, that a path through the kernel executes without a barrier in
+    between."""
     blocks, following = _blocks(ptx)
     found = set()
     for name, events in blocks.items():
         for place, event in enumerate(events):
             if event[0] in ("ld", "st"):
-                found |= {(event[2], other[2]) for other in _met(event, name, place, blocks, following)}
+                found |= {(event[2], other[2]) for other in _reached(event, name, place, blocks, following)}
     return sorted(found)
 
 
 def _blocks(ptx):
-    """The events of each basic block: loads, stores and barriers, and where its last line goes."""
+    """The events (loads, stores and barriers) of each basic block, and the successors of each block."""
     body, name = ptx[ptx.index("{", ptx.index(".entry")) :], "entry"
     blocks, following, ends = {name: []}, {name: []}, False
     for line in map(str.strip, body.splitlines()):
@@ -42,19 +44,19 @@ def _blocks(ptx):
             blocks[name], following[name] = [], []
         elif re.search(r"\bret;", line) and not line.startswith("@"):
             ends = True
-    return {name: _told_apart(events) for name, events in blocks.items()}, following
+    return {name: _mark_reductions(events) for name, events in blocks.items()}, following
 
 
-def _told_apart(events):
-    """The events, with whether each is of a read that a write to the same register's address follows at once: threads
-    of a reduction, each with places of its own."""
+def _mark_reductions(events):
+    """The events, each with whether it is a read directly followed by a write to the same register's address, or that
+    write: threads of a reduction, each with its own memory."""
     pairs = [(one[0], other[0]) == ("ld", "st") and one[1] == other[1] for one, other in itertools.pairwise(events)]
     before, after = [False, *pairs], [*pairs, False]
     return [(*event, one or other) for event, one, other in zip(events, before, after, strict=bool(events))]
 
 
-def _met(event, name, place, blocks, following):
-    """What a way from an event on comes to before a barrier, of the other kind or by another address."""
+def _reached(event, name, place, blocks, following):
+    """The accesses that a path from an event reaches before a barrier, of the other kind and at another address."""
     ways, seen = [(name, place + 1)], set()
     while ways:
         at, start = ways.pop()

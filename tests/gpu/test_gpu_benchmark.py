@@ -1,4 +1,4 @@
-"""The benchmark for a GPU, without one: sections run at tiny sizes, bars find their rows, and it ends cleanly."""
+"""The GPU benchmark without a GPU: sections run at tiny sizes, bars find their rows, and failures are handled."""
 
 import importlib
 import itertools
@@ -23,14 +23,14 @@ QUICK = ("probes", "casts", "optimizers", "products")
 
 @pytest.fixture
 def load(monkeypatch):
-    """Imports a module of the benchmark by name."""
+    """A function that imports a module of the benchmark by name."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return lambda name: importlib.import_module(f"on_gpu.{name}" if name != "gpu" else "gpu")
 
 
 @pytest.fixture
 def bench(load):
-    """A bench on the CPU with a timer that only calls, and an hour."""
+    """A function that makes a bench on the CPU, with a timer that only calls, and an hour of time."""
 
     def make(timer=None, **options):
         call = load("__main__").untimed
@@ -39,16 +39,16 @@ def bench(load):
     return make
 
 
-def ran(load, bench, path, sections):
-    """What the sections wrote, by section and row."""
+def run_sections(load, bench, path, sections):
+    """The rows that the sections wrote, by section and row."""
     journal = load("journal").Journal(path / "rows.jsonl")
     for section in sections:
         assert load("bench").run(section, load("__main__").rows_of(section), bench, journal)
     return journal.rows()
 
 
-def wanting(load, rows, sections, absent=()):
-    """The bars of those sections that found no figure, but for want of a peer that a dry run does not call."""
+def missing_bars(load, rows, sections, absent=()):
+    """The bars of those sections without a figure, unless a peer is missing that a dry run does not call."""
     names = {name for section, name in rows if section in sections}
     verdicts = load("bars").judge({name: row for (_, name), row in load("table").compared(rows).items()}, "NVIDIA H100")
     missing = [v for v in verdicts if v.bar.row in names and v.word == "not measured" and v.bar.row not in absent]
@@ -57,19 +57,19 @@ def wanting(load, rows, sections, absent=()):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # those of peers that are imported
-def test_sections_run_and_give_what_their_bars_ask_for(load, bench, tmp_path):
-    rows = ran(load, bench(), tmp_path, QUICK)
+@pytest.mark.filterwarnings("default")  # warnings of imported peers
+def test_sections_give_the_figures_of_their_bars(load, bench, tmp_path):
+    rows = run_sections(load, bench(), tmp_path, QUICK)
     failed = {name: row["failed"] for (_, name), row in rows.items() if "failed" in row}
     kernels = {name for name, why in failed.items() if "No module named 'triton'" in why}
     assert all(name.startswith(("two layouts: ", "codes: bf16 to E4M3, by integers")) for name in kernels)
-    hopper = {"product: 1x128 by 128x128"}  # torch has that product on Hopper alone
+    hopper = {"product: 1x128 by 128x128"}  # torch has that matmul on Hopper only
     assert set(failed) - kernels == hopper, failed
     assert "Invalid scaling configuration" in failed["product: 1x128 by 128x128"]
-    assert not wanting(load, rows, QUICK, kernels | hopper)
+    assert not missing_bars(load, rows, QUICK, kernels | hopper)
 
 
-def test_every_bar_is_of_a_row(load, bench):
+def test_every_bar_belongs_to_a_row(load, bench):
     main, bars, here = load("__main__"), load("bars"), bench(exhaustive=True)
     names = {row.name: section for section in main.SECTIONS for row in main.rows_of(section)(here)}
     assert all(names[bar.row] == bars.SECTIONS[bar.row.partition(":")[0]] for bar in bars.BARS)
@@ -78,15 +78,15 @@ def test_every_bar_is_of_a_row(load, bench):
 
 @pytest.mark.slow
 def test_training_runs_under_every_recipe(load, bench, tmp_path):
-    rows = ran(load, bench(), tmp_path, ["training"])
+    rows = run_sections(load, bench(), tmp_path, ["training"])
     assert not [row for row in rows.values() if "failed" in row]
-    assert not wanting(load, rows, ["training"])
+    assert not missing_bars(load, rows, ["training"])
     assert all(row["measures"]["largest gap"] < 0.02 for (_, name), row in rows.items() if name.startswith("twin: "))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
+def test_without_a_gpu_the_command_fails_and_writes_nothing(tmp_path):
     command = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--out", tmp_path / "rows"]
     told = subprocess.run(command, capture_output=True, text=True)
     assert told.returncode == 2
@@ -95,7 +95,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
 
 
 def interpreted(*words):
-    """What a command prints under Triton's interpreter."""
+    """The output of a command under Triton's interpreter."""
     triton = ROOT / ".triton" / "3.7.1"
     if not triton.exists():
         pytest.skip(f"no triton in {triton}: `make gpu-proofs` fetches it")
@@ -116,7 +116,7 @@ def test_the_command_runs_under_the_interpreter(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_share_of_the_cases_runs_in_a_process_of_its_own(load):
+def test_a_share_of_the_cases_runs_in_its_own_process(load):
     lines = interpreted("-m", "on_gpu.cases", "cpu", "0", "40").splitlines()
     found = [json.loads(line) for line in lines if line.startswith("{")]
     asked = load("cases").tests()[0::40]
@@ -124,18 +124,18 @@ def test_a_share_of_the_cases_runs_in_a_process_of_its_own(load):
     assert all(each["compared"] and each["difference"] is None for each in found)
 
 
-def test_fractions_of_a_copy_and_ratios_are_what_was_timed(load, bench):
+def test_race_computes_ratios_to_peers_and_to_a_copy(load, bench):
     ours, theirs = lambda: "ours", lambda: "theirs"
     ms = {"ours": 2.0, "theirs": 4.0}
     here = bench(lambda call: ms.get(value, 0.5) if isinstance(value := call(), str) else 0.5)
     copied = here.sizes.copied
     found = load("bench").race(here, ours, {"them": lambda: theirs, "none": lambda: 1 / 0}, traffic=4 * copied)
-    assert found["measures"] == {"to them": 0.5, "of copy": 0.5}  # 4 units in 2 ms; the copy moves 2 in 0.5
+    assert found["measures"] == {"to them": 0.5, "of copy": 0.5}  # traffic of 4 in 2 ms; the copy moves 2 in 0.5 ms
     assert found["left_out"] == {"none": "ZeroDivisionError: division by zero"}
     assert found["ms"] == {"ours": 2.0, "them": 4.0, "copy": 0.5}
 
 
-def test_bars_are_judged_at_their_shape_and_on_their_devices(load):
+def test_bars_are_judged_only_for_their_shape_and_device(load):
     judge, name = load("bars").judge, "cast: bf16, stochastic"
 
     def word(device, value, shape="2^30"):
@@ -174,7 +174,7 @@ def test_missed_bars_come_first_in_the_table(load):
     assert len(lines) == len(load("bars").BARS) == len(found["bars"])
 
 
-def test_recipes_are_compared_over_processes_at_one_shape(load):
+def test_recipes_of_one_shape_are_compared_with_bf16_mixed(load):
     def row(tokens, shape="318M", **more):
         return {"measures": {"tokens/s": tokens, **more}, "shape": shape}
 
@@ -191,7 +191,7 @@ def test_recipes_are_compared_over_processes_at_one_shape(load):
     assert "times bf16-mixed" not in rows["training", "train: coat"]["measures"]
 
 
-def test_a_row_that_raises_is_a_row_and_one_that_ended_its_process_is_known(load, bench, tmp_path):
+def test_rows_that_raise_or_end_their_process_are_recorded_as_failed(load, bench, tmp_path):
     row, journal = load("bench").Row, load("journal").Journal(tmp_path / "rows.jsonl")
     journal.begin("any", "killed")
     with journal.path.open("a") as file:
@@ -211,8 +211,8 @@ def test_a_row_that_raises_is_a_row_and_one_that_ended_its_process_is_known(load
     assert found["any", "works"]["measures"] == {"x": 1}
 
 
-def test_no_row_of_correctness_takes_the_time_of_those_after_it(load, bench, monkeypatch):
-    """Of 100 s, where each row takes all that it is given."""
+def test_rows_of_correctness_leave_time_for_later_ones(load, bench, monkeypatch):
+    """Of 100 s, with rows that use all the time they get."""
     module, given = load("correctness"), {}
     now = [0.0]
     here = load("bench").Bench(CPU, load("__main__").untimed, 100.0, load("bench").TINY, now=lambda: now[0])
@@ -235,7 +235,7 @@ def test_no_row_of_correctness_takes_the_time_of_those_after_it(load, bench, mon
 
 
 @pytest.mark.parametrize(("fits", "expected"), [(4, {"largest batch": 16}), (99, {"largest batch, at least": 64})])
-def test_the_largest_batch_is_doubled_while_there_is_time(load, fits, expected, monkeypatch):
+def test_the_largest_batch_is_doubled_until_memory_or_time_is_up(load, fits, expected, monkeypatch):
     module, made = load("training"), []
 
     def stepping(device, model, recipe, corpus):
@@ -249,12 +249,12 @@ def test_the_largest_batch_is_doubled_while_there_is_time(load, fits, expected, 
 
 
 def ticking(load, seconds):
-    """A bench whose clock moves on by a second whenever it is read."""
+    """A bench whose clock advances by a second at each reading."""
     now = itertools.count().__next__
     return load("bench").Bench(CPU, load("__main__").untimed, float(seconds), load("bench").TINY, now=now)
 
 
-def test_time_ends_a_section_between_rows_and_inside_of_one(load, tmp_path):
+def test_a_section_stops_between_rows_and_within_a_row_when_time_is_up(load, tmp_path):
     row, journal = load("bench").Row, load("journal").Journal(tmp_path / "rows.jsonl")
     endless = (row(str(number), dict) for number in itertools.count())
     assert load("bench").run("any", lambda bench: endless, ticking(load, 10), journal)
@@ -263,8 +263,8 @@ def test_time_ends_a_section_between_rows_and_inside_of_one(load, tmp_path):
     assert told == "2,048 of 3,072 patterns compared, 0 differ; stopped: time was up"
 
 
-def test_all_patterns_go_through_the_gpus_own_conversion(load, bench, monkeypatch):
-    """Where there is one it is compared with the reference, and a wrong code is found."""
+def test_exhaustive_compares_the_gpus_conversion_instruction(load, bench, monkeypatch):
+    """With the reference; and a wrong code is found."""
     module, wrong = load("correctness"), []
 
     def run_codes(x, out, format, rounding, overflow, seed, by_integers):
@@ -282,7 +282,7 @@ def test_all_patterns_go_through_the_gpus_own_conversion(load, bench, monkeypatc
     assert "the first at 0x00000401" in found
 
 
-def test_the_bar_of_codes_times_the_gpus_own_conversion(load, monkeypatch):
+def test_the_row_of_codes_times_the_conversion_instruction(load, monkeypatch):
     module, asked = load("casts"), []
     monkeypatch.setattr(module.cast, "instruction", lambda format, *_: "e4m3")
     monkeypatch.setattr(module.cast, "run_codes", lambda *_, by_integers: asked.append("integers"))
@@ -296,7 +296,7 @@ def test_the_bar_of_codes_times_the_gpus_own_conversion(load, monkeypatch):
         module._by_conversion(x)
 
 
-def test_one_wrong_pattern_among_all_is_found(load, bench, monkeypatch):
+def test_exhaustive_finds_one_wrong_pattern(load, bench, monkeypatch):
     module = load("correctness")
     right = module.halfstep.encode
 
@@ -311,8 +311,8 @@ def test_one_wrong_pattern_among_all_is_found(load, bench, monkeypatch):
     assert last == [-2, -1]
 
 
-def test_probes_are_asked_of_the_units_and_say_what_they_found(load, bench):
-    """A product that forgets every term after the first."""
+def test_probe_reports_how_a_matmul_accumulates(load, bench):
+    """One that ignores every term after the first, and an exact one."""
     found = load("probes").probe(CPU, lambda lhs, rhs: lhs[:, :1] @ rhs[:1], 512)
     assert found["measures"] == {"fraction bits": 0, "products that a large one swamps": 511}
     exact = load("probes").probe(CPU, load("probes").half, 512)
@@ -330,7 +330,7 @@ BYTES = {
     ("name", "expected"),
     slow_unless(lambda case: case[0] in ("fp32", "bf16-split", "bf16-collage-plus", "AdamW8bit"), BYTES.items()),
 )
-def test_a_step_moves_the_bytes_that_its_bar_counts(load, bench, name, expected):
+def test_a_step_moves_the_bytes_that_its_bar_assumes(load, bench, name, expected):
     steps = load("steps")
     kind = getattr(steps, name) if name.startswith("Adam") else steps.get_recipe(name)
     optimizer = steps.ours(bench(), [(64, 128)], kind)
@@ -338,7 +338,7 @@ def test_a_step_moves_the_bytes_that_its_bar_counts(load, bench, name, expected)
     assert steps.moved(optimizer) / (64 * 128) == expected
 
 
-def test_models_have_the_sizes_of_their_names_and_sides_for_every_product(load):
+def test_models_have_the_sizes_of_their_names_and_sides_for_native_matmuls(load):
     training, llamas = load("training"), load("llamas")
     sizes = {}
     for model in (*training.MODELS, training.LARGE, load("twin").TWIN):
@@ -352,7 +352,7 @@ def test_models_have_the_sizes_of_their_names_and_sides_for_every_product(load):
     assert {name: round(size) for name, size in sizes.items()} == {"318M": 319, "85M": 85, "1B": 974, "10.8M": 11}
 
 
-def test_time_left_over_goes_to_later_sections_and_a_lost_device_is_tried_again(load, monkeypatch, tmp_path):
+def test_unused_time_goes_to_later_sections_and_lost_processes_are_restarted(load, monkeypatch, tmp_path):
     gpu, ran, journal = load("gpu"), [], load("journal").Journal(tmp_path / "rows.jsonl")
     codes, now = iter([0, 1, 1, 1, 0]), [0.0]
 
@@ -360,7 +360,7 @@ def test_time_left_over_goes_to_later_sections_and_a_lost_device_is_tried_again(
         ran.append((name, seconds))
         now[0] += 1.0
         if len(ran) < 4:
-            journal.begin(name, f"row {len(ran)}")  # the fourth dies before its first row: there is no fifth
+            journal.begin(name, f"row {len(ran)}")  # the fourth process dies before its first row, so there is no fifth
         return next(codes), "what it said"
 
     monkeypatch.setattr(gpu, "_run", section)
@@ -383,8 +383,8 @@ def test_time_left_over_goes_to_later_sections_and_a_lost_device_is_tried_again(
 
 
 @pytest.mark.slow
-def test_a_section_that_cannot_start_leaves_the_others(tmp_path):
-    """On a machine without numba the sections that need none run; the others say what is lacking, and their bars do."""
+def test_a_section_that_cannot_start_does_not_stop_others(tmp_path):
+    """Without numba the sections that do not need it run; the others and their bars report what is missing."""
     stub = tmp_path / "numba.py"
     stub.write_text("raise ModuleNotFoundError(\"No module named 'numba'\")")
     command = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--dry", "--minutes", "20", "--out", tmp_path / "rows"]
@@ -404,7 +404,7 @@ def test_a_section_that_cannot_start_leaves_the_others(tmp_path):
     assert "Traceback" in (tmp_path / "rows" / "casts.err").read_text()
 
 
-def test_a_process_is_ended_with_what_it_started(load):
+def test_ending_a_process_ends_its_children(load):
     start = "child = subprocess.Popen(['sleep', '60'])"
     nested = f"import subprocess, time; {start}; print(child.pid, flush=True); time.sleep(60)"
     child = subprocess.Popen([sys.executable, "-c", nested], start_new_session=True, stdout=subprocess.PIPE, text=True)
@@ -413,14 +413,14 @@ def test_a_process_is_ended_with_what_it_started(load):
     child.stdout.close()
     assert child.returncode is not None
     status = Path(f"/proc/{started}/status")
-    for _ in range(1000):  # the signal was sent; the process is gone once it is next scheduled
+    for _ in range(1000):  # the signal was sent; the process ends once it is scheduled again
         if not status.exists() or "Z (zombie)" in status.read_text():
             return
         time.sleep(0.01)
-    pytest.fail("what the process started goes on")
+    pytest.fail("the child process is still running")
 
 
-def test_the_page_has_the_bars_and_the_sections_as_they_are(load):
+def test_gpu_figures_md_lists_the_current_bars_sections_and_results(load):
     page = (ROOT / "docs" / "gpu_figures.md").read_text()
     assert load("bars").expectations() in page
     for card in ("h100", "h200"):

@@ -1,10 +1,10 @@
-"""Which rotations Triton kernels take, alone and with the rounding after them, and random ones in the interpreter."""
+"""Which Hadamard transforms the Triton kernels support, alone and with rounding; and random ones in the interpreter."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from test_proofs import OLDEST, PINNED, equal, told
+from test_proofs import OLDEST, PINNED, assert_all_equal, json_lines
 
 from families import for_each
 from halfstep.kernels.gpu import rotated, turned
@@ -21,13 +21,13 @@ def signs(size):
     return torch.empty(size, device=META)
 
 
-def test_recipes_rotate():
+def test_the_recipes_with_rotations_are_found():
     assert {"nvfp4", "mxfp4-rht"} <= set(RECIPES)
 
 
 @for_each("name", RECIPES)
-def test_what_recipes_rotate_is_rounded_in_the_same_pass(name):
-    """The operands of every rotated product, along either dimension, as values and as codes."""
+def test_rotated_operands_of_recipes_are_rounded_in_the_same_pass(name):
+    """Along either dimension, as values and as codes."""
     x = torch.empty(128, 256, device=META)
     specs = [rule.linear for rule in get_recipe(name).rules if rule.linear.rotates]
     products = [product for spec in specs for product in (spec.output, spec.grad_input, spec.grad_weight)]
@@ -42,7 +42,7 @@ def test_what_recipes_rotate_is_rounded_in_the_same_pass(name):
                 assert rotated.constants(x, signs(product.hadamard.size), dim, operand.plain, turned=True) is not None
 
 
-def test_tiles_that_do_not_lie_along_the_rotation_or_are_longer_are_left():
+def test_tiles_across_or_longer_than_the_rotation_are_refused():
     x, quantizer = torch.empty(128, 256, device=META), get_quantizer("mxfp8")
     assert rotated.constants(x, signs(32), 1, quantizer) is not None
     assert rotated.constants(x, signs(16), 1, quantizer) is None
@@ -54,7 +54,7 @@ def test_tiles_that_do_not_lie_along_the_rotation_or_are_longer_are_left():
     assert rotated.constants(x, signs(32), 1, replace(quantizer, rounding="toward_zero")) is None
 
 
-def test_other_sizes_dtypes_and_layouts_are_left():
+def test_unsupported_sizes_dtypes_and_layouts_are_refused():
     x = torch.empty(128, 256, device=META)
     sizes = [size for size in (2, 4, 8, 16, 32, 64, 128) if rotated.constants(x, signs(size), 0) is not None]
     assert sizes == [8, 16, 32, 64]
@@ -67,8 +67,8 @@ def test_other_sizes_dtypes_and_layouts_are_left():
     assert rotated.constants(stack, signs(16), -1, get_quantizer("nvfp4")) is None
 
 
-def test_both_copies_of_what_one_product_rotates_come_from_one_pass():
-    """The input and the gradient of `nvfp4`: as rows are read, and rotated down columns."""
+def test_both_layouts_of_an_operand_rotated_for_one_matmul_come_from_one_pass():
+    """The input and the gradient of `nvfp4`: unrotated along rows, and rotated down columns."""
     spec = next(rule.linear for rule in get_recipe("nvfp4").rules if rule.linear.rounds)
     size = spec.grad_weight.hadamard.size
     for quantizer in (spec.grad_weight.lhs, spec.grad_weight.rhs):
@@ -78,7 +78,7 @@ def test_both_copies_of_what_one_product_rotates_come_from_one_pass():
         assert turned.constants(torch.empty(256, 128, device=META), quantizer.down, signs(size)) is None
 
 
-def test_shapes_grow_to_whole_blocks():
+def test_shapes_are_padded_to_whole_blocks():
     x, hadamard = torch.empty(70, 45, device=META), Hadamard(16)
     assert rotated.whole_shape(x, hadamard.size, 1) == (70, 48)
     assert rotated.whole_shape(x, hadamard.size, 0) == (80, 45)
@@ -87,4 +87,4 @@ def test_shapes_grow_to_whole_blocks():
 @pytest.mark.slow
 @pytest.mark.parametrize(("version", "seed"), [(PINNED, 0), (OLDEST, 1)])
 def test_random_rotations_equal_the_reference_in_the_interpreter(version, seed):
-    equal(told("fuzzed_rotated.py", version, "--seed", str(seed), TRITON_INTERPRET="1"), version)
+    assert_all_equal(json_lines("fuzzed_rotated.py", version, "--seed", str(seed), TRITON_INTERPRET="1"), version)

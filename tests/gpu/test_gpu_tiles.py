@@ -1,8 +1,9 @@
-"""Which scaled tiles Triton kernels take, how their scales lie, and random ones in the interpreter (slow)."""
+"""Which scaled tiles the Triton kernels support, the layout of their scales, and random ones in the interpreter
+(slow)."""
 
 import pytest
 import torch
-from test_proofs import OLDEST, PINNED, equal, told
+from test_proofs import OLDEST, PINNED, assert_all_equal, json_lines
 
 from families import for_each
 from halfstep import formats
@@ -12,24 +13,26 @@ from halfstep.quant.quantizer import layout
 from halfstep.quant.scaling import get_scaling
 
 
-LEFT = {"affine"}
-"""Rules that are the reference's: zero points."""
+UNSUPPORTED = {"affine"}
+"""Rules without a kernel: zero points."""
 META = torch.device("meta")
 
 
-def test_every_block_format_is_taken_but_those_that_are_known_to_be_left():
+def test_every_block_format_is_supported_except_known_ones():
     found = {
         (name, rule)
         for name in formats.block_names()
         for rule in formats.get_block(name).rules
         if blocks.cut_of(torch.empty(128, 256, device=META), get_quantizer(name, scale=rule)) is None
     }
-    left = {(name, rule) for name in formats.block_names() for rule in formats.get_block(name).rules if rule in LEFT}
+    left = {
+        (name, rule) for name in formats.block_names() for rule in formats.get_block(name).rules if rule in UNSUPPORTED
+    }
     assert found == left | {("llm_int8", "absmax")}
 
 
 @for_each("shape", [(128, 256), (0, 256), (5, 13), (5, 14), (3, 4, 32), (7,), ()], ids=str)
-def test_what_is_taken_can_be_read_back_too(shape):
+def test_supported_shapes_can_be_decoded_too(shape):
     x = torch.empty(shape, device=META)
     named = ("mxfp8", "mxfp4", "mxfp6_e3m2", "nvfp4", "nf4", "dynamic8", "fp8_1x128", "fp8_128x128", "int8_row")
     for name, rule in (*((name, None) for name in named), ("nf4", "double_absmax")):
@@ -42,7 +45,7 @@ def test_what_is_taken_can_be_read_back_too(shape):
         assert taken == bool(shape and x.numel() and shape[-1] % whole == 0), name
 
 
-def test_other_dtypes_tiles_and_layouts_are_left_to_the_reference():
+def test_unsupported_dtypes_tiles_and_layouts_are_refused():
     x, quantizer = torch.empty(128, 256, device=META), get_quantizer("mxfp8")
     assert blocks.cut_of(x.double(), quantizer) is None
     assert blocks.cut_of(x.t(), quantizer) is None
@@ -53,7 +56,7 @@ def test_other_dtypes_tiles_and_layouts_are_left_to_the_reference():
     assert blocks.cut_of(x, directed) is None
 
 
-def test_a_choice_of_two_scales_is_made_where_its_sums_are_exact_and_a_block_holds_the_tile():
+def test_four_over_six_needs_exact_sums_and_tiles_within_a_block():
     x, rule = torch.empty(128, 256, device=META), get_scaling("four_over_six")
     for format, tile, taken in (
         ("e2m1fn", Tile(1, 16), True),
@@ -72,7 +75,7 @@ def test_a_choice_of_two_scales_is_made_where_its_sums_are_exact_and_a_block_hol
         assert (found is not None) == (taken and tile == Tile(1, 16))
 
 
-def test_both_layouts_by_a_seed_only_where_they_share_their_codes():
+def test_stochastic_rounding_into_both_layouts_needs_shared_codes():
     x = torch.empty(128, 256, device=META)
     for name, shared in (("mxfp8", False), ("fp8_1x128", False), ("fp8_128x128", True), ("int8_tensor", True)):
         assert layouts.constants(x, get_quantizer(name)) is not None, name
@@ -81,10 +84,12 @@ def test_both_layouts_by_a_seed_only_where_they_share_their_codes():
     assert layouts.constants(x, get_quantizer("mxfp8"), scale_given=True) is None
     found = layouts.constants(x, get_quantizer("int8_tensor"), scale_given=True)
     assert (found is not None) == formats.get("int8").has_nan
-    assert layouts.constants(torch.empty(5, 256, device=META), get_quantizer("mxfp4")) is None  # 5 codes of 4 bits
+    assert (
+        layouts.constants(torch.empty(5, 256, device=META), get_quantizer("mxfp4")) is None
+    )  # 5 codes of 4 bits do not fill bytes
 
 
-def test_scales_of_both_copies_lie_as_units_read_them():
+def test_scales_of_both_layouts_have_the_strides_of_tensor_cores():
     x = torch.empty(256, 384, device=META)
     along, turned = layouts.empty(x, get_quantizer("fp8_1x128"), outer=True)
     assert (along["scale"].shape, along["scale"].stride()) == ((256, 3), (1, 256))
@@ -98,7 +103,7 @@ def test_scales_of_both_copies_lie_as_units_read_them():
 @pytest.mark.slow
 @pytest.mark.parametrize(("version", "seed"), [(PINNED, 0), (PINNED, 1), (OLDEST, 2)])
 def test_random_tiles_equal_the_reference_in_the_interpreter(version, seed):
-    outcomes = told("fuzzed_tiles.py", version, "--seed", str(seed), TRITON_INTERPRET="1")
+    outcomes = json_lines("fuzzed_tiles.py", version, "--seed", str(seed), TRITON_INTERPRET="1")
     refused = [outcome for outcome in outcomes if outcome["difference"] == "the kernel took no input"]
-    equal([outcome for outcome in outcomes if outcome not in refused], version)
+    assert_all_equal([outcome for outcome in outcomes if outcome not in refused], version)
     assert len(refused) < len(outcomes) / 2

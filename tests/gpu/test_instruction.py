@@ -1,5 +1,7 @@
-"""The lines of assembly that make E4M3 and E5M2 codes and read them, followed one by one: a wrong constant, a swapped
-operand or a byte in another place gives another result. What `cvt` makes of a number is the format's reference."""
+"""The inline PTX that makes and reads E4M3 and E5M2 codes, executed line by line in Python.
+
+A wrong constant, a swapped operand or a byte in another position gives another result. `cvt` itself is replaced by the
+format's reference."""
 
 import ast
 import re
@@ -18,7 +20,7 @@ NAMES = {"_E4M3": "float8_e4m3fn", "_E5M2": "float8_e5m2"}
 
 
 def assembly(name):
-    """The text of one of the module's constants, which imports triton."""
+    """The text of one of the constants of the module, which cannot be imported without triton."""
     for node in ast.parse(SOURCE.read_text()).body:
         if isinstance(node, ast.AnnAssign) and node.target.id == name:
             return node.value.args[0].value
@@ -26,25 +28,25 @@ def assembly(name):
 
 
 def converted(format, value):
-    """`cvt.rn.satfinite`: NaN has one code, without a sign."""
+    """`cvt.rn.satfinite`, which gives NaN one code without a sign."""
     if value != value:
         return 0x7F
     return int(quant.encode(torch.tensor([value]), format, "nearest_even", "saturate")[0])
 
 
 def permuted(a, b, selector):
-    """`prmt`: byte i of the result is the one of {b, a} that nibble i names."""
+    """`prmt`: byte i of the result is the byte of {b, a} that nibble i selects."""
     both = a.to_bytes(4, "little") + b.to_bytes(4, "little")
     return int.from_bytes(bytes(both[selector >> 4 * i & 7] for i in range(4)), "little")
 
 
-def three(a, b, c, table):
-    """`lop3`: each bit by the table of three."""
+def lop3(a, b, c, table):
+    """`lop3`: each result bit is looked up in the truth table of three bits."""
     return sum((table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(32))
 
 
 def values_of(text, format, codes):
-    """What the assembly of `_VALUES` makes of four codes."""
+    """The results of the assembly `_VALUES` on four codes."""
     held = {"$4": codes}
     for name, given in re.findall(r"^\s*(mov\S*|cvt\S*) ([^;]*);", text, re.MULTILINE):
         to, source = re.fullmatch(r"(\{.*\}|\S+), (\S+)", given).groups()
@@ -60,8 +62,8 @@ def values_of(text, format, codes):
 
 
 @pytest.mark.parametrize("name", NAMES.values())
-def test_the_assembly_reads_the_formats_codes(name):
-    """Every code at each of four places; all are numbers of float16."""
+def test_the_assembly_decodes_all_codes(name):
+    """Every code in each of four positions; all values are exact in float16."""
     format = formats.get(name)
     text = assembly("_VALUES")
     for start in range(256):
@@ -72,12 +74,12 @@ def test_the_assembly_reads_the_formats_codes(name):
 
 
 @pytest.mark.parametrize(("right", "wrong"), [("$3, two", "$3, one"), ("$2, one", "$2, two")])
-def test_a_swapped_value_is_seen(right, wrong, monkeypatch):
+def test_a_swapped_operand_in_decoding_is_detected(right, wrong, monkeypatch):
     text = assembly("_VALUES")
     assert right in text
     monkeypatch.setattr(f"{__name__}.assembly", lambda _: text.replace(right, wrong))
     with pytest.raises((AssertionError, KeyError)):
-        test_the_assembly_reads_the_formats_codes("float8_e4m3fn")
+        test_the_assembly_decodes_all_codes("float8_e4m3fn")
 
 
 def run(text, format, bits):
@@ -100,7 +102,7 @@ def run(text, format, bits):
         elif name == "prmt.b32":
             held[given[0]] = permuted(*map(read, given[1:]))
         elif name == "lop3.b32":
-            held[given[0]] = three(*map(read, given[1:]))
+            held[given[0]] = lop3(*map(read, given[1:]))
         elif name in ("and.b32", "add.u32", "shr.u32"):
             one, other = map(read, given[1:])
             held[given[0]] = {"and": one & other, "add": one + other & 0xFFFFFFFF, "shr": one >> other}[name[:3]]
@@ -110,10 +112,10 @@ def run(text, format, bits):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_assembly_makes_the_formats_codes(name):
+def test_the_assembly_encodes_like_the_reference(name):
     format = formats.get(NAMES[name])
     x = hard(400, torch.float32, format)
-    x = torch.cat([x, x[:40].repeat_interleave(4), -x[:40].repeat_interleave(4)])  # each, at each of four places
+    x = torch.cat([x, x[:40].repeat_interleave(4), -x[:40].repeat_interleave(4)])  # each in each of four positions
     bits = [word & 0xFFFFFFFF for word in x.view(torch.int32).tolist()]
     expected = quant.encode(x, format, "nearest_even", "saturate").tolist()
     text = assembly(name)
@@ -122,7 +124,7 @@ def test_the_assembly_makes_the_formats_codes(name):
 
 
 @pytest.mark.parametrize("name", NAMES.values())
-def test_the_assembly_for_numbers_makes_their_codes_where_a_mask_is(name):
+def test_the_assembly_for_masked_numbers_encodes_like_the_reference(name):
     format = formats.get(name)
     x = hard(400, torch.float32, format).nan_to_num(-0.0)
     bits = [word & 0xFFFFFFFF for word in x.view(torch.int32).tolist()]
@@ -135,12 +137,12 @@ def test_the_assembly_for_numbers_makes_their_codes_where_a_mask_is(name):
 
 
 @pytest.mark.parametrize(("right", "wrong"), [("high, $4, $3", "high, $3, $4"), ("code, $5", "code, $4")])
-def test_a_swapped_number_is_seen(right, wrong, monkeypatch):
+def test_a_swapped_operand_in_masked_encoding_is_detected(right, wrong, monkeypatch):
     text = assembly("_NUMBERS")
     assert right in text
     monkeypatch.setattr(f"{__name__}.assembly", lambda _: text.replace(right, wrong))
     with pytest.raises(AssertionError):
-        test_the_assembly_for_numbers_makes_their_codes_where_a_mask_is("float8_e4m3fn")
+        test_the_assembly_for_masked_numbers_encodes_like_the_reference("float8_e4m3fn")
 
 
 @pytest.mark.parametrize(
@@ -153,9 +155,9 @@ def test_a_swapped_number_is_seen(right, wrong, monkeypatch):
         ("_E5M2", "0x7610", "0x7601"),
     ],
 )
-def test_a_wrong_constant_is_seen(name, right, wrong, monkeypatch):
+def test_a_wrong_constant_in_encoding_is_detected(name, right, wrong, monkeypatch):
     text = assembly(name)
     assert right in text
     monkeypatch.setattr(f"{__name__}.assembly", lambda _: text.replace(right, wrong))
     with pytest.raises(AssertionError):
-        test_the_assembly_makes_the_formats_codes(name)
+        test_the_assembly_encodes_like_the_reference(name)

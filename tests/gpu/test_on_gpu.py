@@ -1,7 +1,6 @@
-"""What only a GPU can show: its kernels' bits, graphs, steps that wait for nothing, shards; for `make bench-gpu`.
+"""Tests that need a GPU: kernels' bits, CUDA graphs, steps without synchronization, shards; run by `make bench-gpu`.
 
-Where a body means something on a CPU as well, it runs there too, so that it is right the day it meets a GPU.
-"""
+Tests that also work on a CPU run there too, so that they are correct once they run on a GPU."""
 
 import copy
 from importlib import import_module
@@ -32,26 +31,26 @@ on_gpu = pytest.mark.parametrize("device", [GPU])
 anywhere = pytest.mark.parametrize("device", [GPU, "cpu"])
 KERNELS = (*selftest.GPU, *optim.GPU)
 GRAPHED = ("bf16-mixed", "bf16-stochastic", "fp16-mixed", "fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block")
-"""Recipes whose operands are rounded to nearest, and whose steps are counted on the GPU."""
+"""Recipes with rounding to nearest, whose step counts are on the GPU."""
 DRAWN = ("nvfp4", "mxfp4-rht")
-"""Recipes that draw noise and signs in the passes."""
+"""Recipes that draw noise and random signs in forward and backward."""
 NATIVE = ("fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
-"""Recipes whose layers the tensor cores of a GPU that takes their tiles compute by one decision."""
+"""Recipes whose layers run natively by prepared kernels, on a GPU that supports their tiles."""
 GALORE = {1: 0.1, 10: 0.02, 100: 0.02}
-"""How far a weight under GaLore may be from the CPU's after so many steps, over how far the farthest of its model has
-moved. Adam's first step goes as far for an entry of the projected gradient that rounding alone makes as for any other:
-one of the other sign moves weights by 0.04 to 0.09 of that."""
+"""By the number of steps: the largest difference of a weight under GaLore from the CPU's, relative to the largest
+change of a weight. Adam's first step has the same size for an entry of the projected gradient that is only rounding
+error: one with the other sign moves weights by 0.04 to 0.09 of that."""
 SILENT = (
     *GRAPHED, "fp32", "bf16-nomaster", "bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-plus", "adamw-8bit",
     "fp8-adam", "fp8-fishman", "fp8lm-o1", "fp8lm-o2", "fp8lm-o3", "coat", "mxfp8", *DRAWN,
 )  # fmt: skip
-"""Recipes whose step the host only launches: it reads nothing back."""
+"""Recipes whose step reads no value back to the host."""
 
 
 @on_gpu
 @pytest.mark.parametrize("kernel", sorted({test.kernel for test in KERNELS}))
-def test_every_kernel_is_the_reference(kernel, device):
-    """As `halfstep doctor` asks it."""
+def test_every_kernel_equals_the_reference(kernel, device):
+    """By the tests of `halfstep doctor`."""
     for test in KERNELS:
         if test.kernel == kernel:
             found = outcome(test, torch.device(device))
@@ -77,7 +76,7 @@ def test_every_element_of_a_result_is_written(device, dtype):
 
 @anywhere
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "fp8_1x128", "fp8_128x128", "nvfp4", "mxfp4"])
-def test_codes_and_scales_are_the_references(device, name):
+def test_codes_and_scales_equal_the_references(device, name):
     x = torch.randn(256, 384, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected, found = quant.get_quantizer(name).quantize(x), halfstep.quantize(x.to(device), name)
     for key, tensor in expected.tensors.items():
@@ -87,7 +86,7 @@ def test_codes_and_scales_are_the_references(device, name):
 
 
 def setup(recipe, device):
-    """A small Llama that follows a recipe, and its step on tokens that stay where they are."""
+    """A small Llama under a recipe, its optimizer, and a step on fixed tokens."""
     torch.manual_seed(0)
     model = Llama(64, 32, 2, 128, 2).to(device)
     model, optimizer, scaler = halfstep.prepare(
@@ -105,8 +104,8 @@ def setup(recipe, device):
     return model, optimizer, step
 
 
-def everything(model, optimizer):
-    """Weights and states, copied."""
+def all_tensors(model, optimizer):
+    """Copies of weights and optimizer states."""
     kept = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for number, parameter in enumerate(model.parameters()):
         kept |= {
@@ -123,24 +122,24 @@ def assert_same_bits(found, expected):
 
 @on_gpu
 @pytest.mark.parametrize("recipe", [*GRAPHED, *DRAWN])
-def test_a_step_replayed_from_a_graph_is_the_eager_one(recipe, device):
+def test_steps_replayed_from_a_cuda_graph_equal_eager_steps(recipe, device):
     warm, replays = 3, 4
     model, optimizer, step = setup(recipe, device)
     for _ in range(warm + replays):
         step()
-    expected = everything(model, optimizer)
+    expected = all_tensors(model, optimizer)
     model, optimizer, step = setup(recipe, device)
     graph = captured(step, warm)
     for _ in range(replays):
         graph.replay()
     torch.cuda.synchronize()
-    assert_same_bits(everything(model, optimizer), expected)
+    assert_same_bits(all_tensors(model, optimizer), expected)
 
 
 @on_gpu
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", *DRAWN])
-def test_eager_steps_and_replays_follow_each_other(recipe, device):
-    """Somebody else draws from the generator in between."""
+def test_eager_steps_and_replays_can_be_mixed(recipe, device):
+    """With other draws from the generator in between."""
     warm, kinds = 3, (True, False, True, True, False)
     model, optimizer, step = setup(recipe, device)
     for _ in range(warm):
@@ -148,18 +147,18 @@ def test_eager_steps_and_replays_follow_each_other(recipe, device):
     for _ in kinds:
         step()
         torch.randperm(5)
-    expected = everything(model, optimizer)
+    expected = all_tensors(model, optimizer)
     model, optimizer, step = setup(recipe, device)
     graph = captured(step, warm)
     for replayed in kinds:
         (graph.replay if replayed else step)()
         torch.randperm(5)
-    assert_same_bits(everything(model, optimizer), expected)
+    assert_same_bits(all_tensors(model, optimizer), expected)
 
 
 @on_gpu
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "bf16-stochastic"])
-def test_a_graphed_step_is_the_eager_one_under_a_schedule(recipe, device):
+def test_graphed_steps_under_a_schedule_equal_eager_steps(recipe, device):
     def run(graphed):
         model, optimizer, step = setup(recipe, device)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
@@ -167,13 +166,13 @@ def test_a_graphed_step_is_the_eager_one_under_a_schedule(recipe, device):
         for _ in range(7):
             step()
             schedule.step()
-        return everything(model, optimizer)
+        return all_tensors(model, optimizer)
 
     assert_same_bits(run(graphed=True), run(graphed=False))
 
 
 def captured(step, warm):
-    """The graph of a step, after some eager ones."""
+    """The CUDA graph of a step, captured after some eager ones."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -188,7 +187,7 @@ def captured(step, warm):
 
 @on_gpu
 @pytest.mark.parametrize("recipe", SILENT)
-def test_a_step_waits_for_nothing(recipe, device):
+def test_a_step_does_not_synchronize(recipe, device):
     _, _, step = setup(recipe, device)
     for _ in range(3):
         step()
@@ -221,8 +220,8 @@ def two_steps(recipe, device):
 
 @on_gpu
 @pytest.mark.parametrize("recipe", NATIVE)
-def test_a_layer_decided_once_is_the_layer(recipe, device, monkeypatch):
-    """Beside the path that asks at every call."""
+def test_prepared_native_layers_equal_unprepared_ones(recipe, device, monkeypatch):
+    """Compared with the path that decides at every call."""
     linear, taken = import_module("halfstep.ops.linear"), []
     ends = []
     for native in (linear.native_layer, lambda *_: None):
@@ -236,9 +235,9 @@ def test_a_layer_decided_once_is_the_layer(recipe, device, monkeypatch):
 
 @on_gpu
 @pytest.mark.parametrize("recipe", NATIVE)
-def test_layers_have_the_same_bits_whatever_memory_held(recipe, device):
-    """What nothing has written is read by nothing, and no program of a launch is ahead of another one's: again and
-    again, on memory that was filled with other bytes before."""
+def test_layers_give_the_same_bits_with_any_previous_memory_contents(recipe, device):
+    """No kernel reads unwritten memory, and programs of a launch do not race: repeated with freed memory filled with
+    other bytes."""
     expected = two_steps(recipe, device)
     for turn in range(60):
         filled = [torch.full((1 << size,), turn * 37 % 256, dtype=torch.uint8, device=device) for size in range(9, 22)]
@@ -248,14 +247,14 @@ def test_layers_have_the_same_bits_whatever_memory_held(recipe, device):
 
 @anywhere
 @pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4"])
-def test_layers_that_round_one_input_once_have_the_bits_of_layers_apart(recipe, device, monkeypatch):
+def test_layers_sharing_a_rounded_input_give_the_same_bits(recipe, device, monkeypatch):
     ends, taken, find = [], [], LastInput.find
     for found in (lambda *given: taken.append(find(*given)) or taken[-1], lambda *_: None):
         monkeypatch.setattr(LastInput, "find", found)
         model, optimizer, step = setup(recipe, device)
         for _ in range(2):
             step()
-        ends.append(everything(model, optimizer))
+        ends.append(all_tensors(model, optimizer))
     assert any(made is not None for made in taken)
     assert_same_bits(*ends)
 
@@ -287,13 +286,13 @@ def test_the_same_steps_give_the_same_bits(recipe, device):
         model, optimizer, step = setup(recipe, device)
         for _ in range(2):
             step()
-        ends.append(everything(model, optimizer))
+        ends.append(all_tensors(model, optimizer))
     assert_same_bits(*ends)
 
 
 def stepped(kind, weight, grads, rank=None):
-    """A weight after steps by those gradients: whole, or one of two shards of its rows, by a process group of which
-    nothing is ever asked."""
+    """A weight after steps with the given gradients: whole, or one of two shards of its rows with a fake process
+    group."""
     options = {"lr": 1e-2, "bf16_stochastic_round": True, "generator": 11}
     if rank is None:
         parameter = torch.nn.Parameter(weight.clone())
@@ -322,8 +321,8 @@ def stepped(kind, weight, grads, rank=None):
 @pytest.mark.quick("LowBitAdamW-cpu", "LowBitAdamW-cuda", "AdamWFp8-cuda")
 @anywhere
 @pytest.mark.parametrize("kind", [LowBitAdamW, AdamWFp8])
-def test_two_shards_take_the_steps_of_the_whole(kind, device, monkeypatch):
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda seeds, **group: None)  # each rank has the same
+def test_two_shards_equal_the_unsharded_weight(kind, device, monkeypatch):
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda seeds, **group: None)  # each rank has the same seed
     drawn = torch.Generator().manual_seed(5)
     weight, *grads = (torch.randn(64, 256, generator=drawn).bfloat16().to(device) for _ in range(4))
     whole = stepped(kind, weight, grads)
@@ -333,7 +332,7 @@ def test_two_shards_take_the_steps_of_the_whole(kind, device, monkeypatch):
 
 
 def in_float64(monkeypatch):
-    """GaLore by another algorithm: the singular vectors are a Gram matrix's, and all products are summed in float64."""
+    """Patch GaLore to another algorithm: singular vectors from a Gram matrix, and matmuls in float64."""
 
     def vectors(grad, subspace):
         gram = grad.double() @ grad.double().T if subspace.left else grad.double().T @ grad.double()
@@ -351,7 +350,7 @@ def in_float64(monkeypatch):
 
 
 def galore(seed, device):
-    """A small model under GaLore, by the same weights on any device."""
+    """A small model under GaLore, with the same weights on any device."""
     torch.manual_seed(seed)
     layers = torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8)
     model = torch.nn.Sequential(*layers).to(device)
@@ -361,8 +360,8 @@ def galore(seed, device):
 @pytest.mark.quick("0-cpu", "0-cuda", "1-cuda", "2-cuda")
 @anywhere
 @pytest.mark.parametrize("seed", range(3))
-def test_galore_ends_within_the_tolerance_that_is_stated(device, seed, monkeypatch):
-    """The same gradients for both: what differs is how singular vectors are found and how products are summed."""
+def test_galore_stays_within_the_stated_tolerance(device, seed, monkeypatch):
+    """With the same gradients, so that only the algorithm for singular vectors and the order of sums differ."""
     steps, data = tuple(GALORE), torch.Generator().manual_seed(seed + 1)
     grads, ends = [], []
     model, optimizer, scaler = galore(seed, "cpu")

@@ -1,8 +1,7 @@
-"""Triton kernels without a GPU: equal to the reference in the interpreter, and compiled for one that is not here.
+"""Triton kernels without a GPU: equal to the reference in the interpreter, and compiled for GPUs that are not here.
 
-`make gpu-proofs` fetches the versions of triton that this needs, each into a folder of its own, and runs all of it.
-What is not marked slow takes of every kernel one format, in the interpreter.
-"""
+`make gpu-proofs` downloads the needed versions of triton, each into its own folder, and runs all tests. The fast tests
+run one format of every kernel in the interpreter."""
 
 import ast
 import json
@@ -21,13 +20,13 @@ from halfstep.kernels import gpu
 ROOT = Path(__file__).parents[2]
 FOLDER, KERNELS = ROOT / ".triton", Path(gpu.__file__).parent
 PINNED, OLDEST, NEWEST = "3.7.1", "3.6.0", "3.9.0"
-"""The triton that torch 2.13 pins; the ones of torch 2.11 and of torch 2.15."""
+"""The triton versions of torch 2.13, torch 2.11 and torch 2.15."""
 KEPT = KERNELS / "proofs.json"
 INSTRUCTIONS, REGISTERS = 1.1, 255
 
 
 def process(script, version, *arguments, sources=ROOT / "src", **variables):
-    """A script that has ended, under that version of triton."""
+    """A finished run of a script under that version of triton."""
     if not (FOLDER / version / "triton").exists():
         pytest.skip(f"no triton {version} in {FOLDER}: `make gpu-proofs` fetches it (Linux, x86)")
     variables["PYTHONPATH"] = os.pathsep.join(str(part) for part in (sources, ROOT / "tests", FOLDER / version))
@@ -40,30 +39,30 @@ def process(script, version, *arguments, sources=ROOT / "src", **variables):
     )
 
 
-def told(script, version, *arguments, **options):
-    """What a script says, under that version of triton."""
+def json_lines(script, version, *arguments, **options):
+    """The lines of JSON that a script prints under that version of triton."""
     run = process(script, version, *arguments, **options)
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
-def equal(outcomes, version):
+def assert_all_equal(outcomes, version):
     assert outcomes
     assert {outcome["triton"] for outcome in outcomes} == {version}
     assert not [outcome for outcome in outcomes if outcome["difference"]]
     assert all(outcome["compared"] for outcome in outcomes)
 
 
-def sound(kernels):
-    """Nothing contracted, nothing approximate, nothing spilled, memory read and written 16 bytes at a time, and a
-    barrier between each write to shared memory and what another thread reads there."""
+def assert_sound(kernels):
+    """No contraction, no approximation, no spills, 16-byte memory accesses, and a barrier between each write to shared
+    memory and another thread's read."""
     assert kernels
     bad = ("contracted", "approximate", "spilled", "narrow", "unordered")
     assert not [kernel for kernel in kernels if any(kernel.get(key) for key in bad)]
 
 
 def change(right, wrong, folder):
-    """Copy the sources, with that text of the kernels changed."""
+    """Copy the sources to a folder, with `right` replaced by `wrong` in the kernels."""
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
     kernels = folder / "src" / "halfstep" / "kernels" / "gpu" / "jit"
     texts = {file: file.read_text() for file in kernels.glob("*.py")}
@@ -73,12 +72,12 @@ def change(right, wrong, folder):
 
 
 def test_every_kernel_equals_the_reference_in_the_interpreter():
-    equal(told("interpreted.py", PINNED, "--core", TRITON_INTERPRET="1"), PINNED)
+    assert_all_equal(json_lines("interpreted.py", PINNED, "--core", TRITON_INTERPRET="1"), PINNED)
 
 
 @pytest.mark.slow
-def test_no_program_leaves_its_tensors_or_meets_another_one():
-    found = told("watched.py", PINNED, TRITON_INTERPRET="1")
+def test_no_program_accesses_out_of_bounds_or_races():
+    found = json_lines("watched.py", PINNED, TRITON_INTERPRET="1")
     assert len(found) > 20
     assert not [one for one in found if one["faults"] or not one["compared"]]
 
@@ -90,30 +89,30 @@ FAULTS = [
 OFFSETS = [("(row.to(tl.int64) * columns)", "rows"), ("tl.program_id(0).to(tl.int64) * B", "casts")]
 
 
-def test_what_tests_change_is_in_the_kernels():
+def test_the_texts_that_tests_replace_are_in_the_kernels():
     texts = "".join(file.read_text() for file in (KERNELS / "jit").glob("*.py"))
     assert not [right for right, *_ in (*FAULTS, *OFFSETS) if right not in texts]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("right", "wrong", "fault"), FAULTS)
-def test_a_lost_atomic_and_a_lost_mask_are_seen(right, wrong, fault, tmp_path):
+def test_a_missing_atomic_or_mask_is_detected(right, wrong, fault, tmp_path):
     change(right, wrong, tmp_path)
-    found = told("watched.py", PINNED, "amax", TRITON_INTERPRET="1", sources=tmp_path / "src")
+    found = json_lines("watched.py", PINNED, "amax", TRITON_INTERPRET="1", sources=tmp_path / "src")
     assert any(fault in said for one in found for said in one["faults"])
 
 
 @pytest.mark.slow
-def test_kernels_are_right_beyond_2_to_the_31_elements():
-    found = told("far.py", PINNED, TRITON_INTERPRET="1")
+def test_kernels_are_correct_beyond_2_to_the_31_elements():
+    found = json_lines("far.py", PINNED, TRITON_INTERPRET="1")
     assert len(found) == 24
     assert not [one["kernel"] for one in found if not one["equal"]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("offset", "test"), OFFSETS)
-def test_an_offset_of_32_bits_is_seen(offset, test, tmp_path):
-    """The interpreter reads where it points to: another number, or outside of every tensor, which ends its process."""
+def test_a_32_bit_offset_is_detected(offset, test, tmp_path):
+    """The interpreter then reads another element, or out of bounds, which ends its process."""
     change(offset, offset.replace(".to(tl.int64)", ""), tmp_path)
     run = process("far.py", PINNED, test, sources=tmp_path / "src", TRITON_INTERPRET="1")
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
@@ -128,32 +127,33 @@ def test_an_offset_of_32_bits_is_seen(offset, test, tmp_path):
     ],
     ids="|".join,
 )
-def test_native_layers_are_those_that_the_cpus_kernels_round(recipes):
-    """Bit for bit: outputs, gradients and scaling states, also with a weight that two micro-batches share, or an
-    input that two layers read, rounded once where these have no scales of their own; and they do go that way."""
-    found = told("native_layers.py", PINNED, *recipes, TRITON_INTERPRET="1")
+def test_native_layers_equal_layers_rounded_by_the_cpus_kernels(recipes):
+    """Bit for bit: outputs, gradients and scaling states, also with a weight that two micro-batches share or an input
+    that two layers read, which are rounded once unless they have scaling states. And the native path is taken."""
+    found = json_lines("native_layers.py", PINNED, *recipes, TRITON_INTERPRET="1")
     assert tuple(one["recipe"] for one in found) == recipes
     assert [(one["wrong"], one["native"]) for one in found] == [([], 10)] * len(recipes)
     assert [one["weights"] for one in found] == [[4, 2]] * len(recipes)
     assert [one["inputs"] for one in found] == [2 if name == "fp8-delayed" else 1 for name in recipes]
 
 
-@pytest.mark.slow  # the interpreter goes through the same lines
+@pytest.mark.slow  # the interpreter covers the same lines
 def test_every_kernel_compiles_for_a_hopper_gpu():
-    sound(told("compiled.py", PINNED, "--core"))
+    assert_sound(json_lines("compiled.py", PINNED, "--core"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("version", "arguments"), [(PINNED, ()), (OLDEST, ()), (NEWEST, ("--core",))])
 def test_every_format_equals_the_reference_in_the_interpreter(version, arguments):
-    """The oldest interpreter loops to no number that it is given with numpy 2.4, as `seeds` does; the newest takes no
-    mask for atomics, as `tiles` of several rows have. Both compile."""
-    found = told("interpreted.py", version, *arguments, TRITON_INTERPRET="1")
-    equal([one for one in found if (version, one["kernel"]) != (OLDEST, "seeds")], version)
+    """With numpy 2.4 the oldest interpreter cannot loop up to an argument, as `seeds` does; the newest supports no mask
+    for atomics, as `tiles` of several rows have. Both compile."""
+    found = json_lines("interpreted.py", version, *arguments, TRITON_INTERPRET="1")
+    assert_all_equal([one for one in found if (version, one["kernel"]) != (OLDEST, "seeds")], version)
 
 
 def summary(kernels):
-    """By kernel and format: how many launches there are, and the most instructions an element and registers."""
+    """By kernel and format: the number of launches, and the largest numbers of instructions per element and
+    registers."""
     found = {}
     for kernel in kernels:
         formats = found.setdefault(kernel["kernel"], {})
@@ -165,10 +165,10 @@ def summary(kernels):
 
 
 @pytest.mark.slow
-def test_every_launch_compiles_and_takes_no_more_instructions_than_before():
-    """HALFSTEP_KEEP=1 keeps the counts instead: what `halfstep doctor` says of kernels that it cannot run."""
-    kernels = told("compiled.py", PINNED)
-    sound(kernels)
+def test_every_launch_compiles_without_more_instructions_than_recorded():
+    """HALFSTEP_KEEP=1 records the counts, which `halfstep doctor` prints for kernels that it cannot run."""
+    kernels = json_lines("compiled.py", PINNED)
+    assert_sound(kernels)
     found = summary(kernels)
     if os.environ.get("HALFSTEP_KEEP"):
         data = {"triton": PINNED, "capability": "9.0", "kernels": found}
@@ -182,9 +182,9 @@ def test_every_launch_compiles_and_takes_no_more_instructions_than_before():
 
 
 @pytest.mark.slow
-def test_codes_by_an_instruction_take_at_most_six_an_element():
-    kernels = told("compiled.py", PINNED, "codes")
-    sound(kernels)
+def test_encoding_by_instruction_takes_at_most_6_instructions_per_element():
+    kernels = json_lines("compiled.py", PINNED, "codes")
+    assert_sound(kernels)
     kernels = [kernel for kernel in kernels if kernel["launch"]["INSTRUCTION"] != "=None"]
     assert {kernel["format"] for kernel in kernels} == {"float8_e4m3fn", "float8_e5m2"}
     assert all(kernel["converted"] for kernel in kernels)
@@ -194,24 +194,24 @@ def test_codes_by_an_instruction_take_at_most_six_an_element():
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "89", "100"])
 def test_every_kernel_compiles_for_other_gpus(capability):
-    sound(told("compiled.py", PINNED, "--core", "--capability", capability))
+    assert_sound(json_lines("compiled.py", PINNED, "--core", "--capability", capability))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 def test_every_kernel_compiles_with_other_tritons(version):
-    sound(told("compiled.py", version, "--core"))
+    assert_sound(json_lines("compiled.py", version, "--core"))
 
 
 CONVERSIONS = {"float8e4nv", "float8e5", "bfloat16", "float16", "sqrt", "exp", "exp2", "log", "log2", "rsqrt", "fma"}
-"""Attributes of triton.language that a GPU and the interpreter do not agree on."""
+"""Attributes of triton.language that differ between a GPU and the interpreter."""
 ON_A_GPU = {("tiles", "fma"), ("optimizer", "sqrt")}
-"""Those that the interpreter never comes to: a quotient's corrections (`quantizers.Rule.corrections`). And float64's
+"""Uses that the interpreter never reaches, corrections of quotients (`quantizers.Rule.corrections`); and float64's
 root, which is rounded once in both."""
 
 
 @for_each("file", sorted((KERNELS / "jit").glob("*.py")), ids=lambda file: file.stem)
-def test_kernels_use_nothing_that_is_not_exact_everywhere(file):
+def test_kernels_use_only_operations_that_are_exact_everywhere(file):
     nodes = list(ast.walk(ast.parse(file.read_text())))
     assert not [node.lineno for node in nodes if isinstance(node, ast.Div)]
     used = {(node.lineno, node.attr) for node in nodes if isinstance(node, ast.Attribute) and node.attr in CONVERSIONS}
@@ -219,8 +219,8 @@ def test_kernels_use_nothing_that_is_not_exact_everywhere(file):
 
 
 @pytest.mark.slow
-def test_the_hosts_benchmark_runs_without_a_gpu():
-    """Its own columns name what each row took, and launches are those of a native layer: two a matrix, or one."""
+def test_the_host_benchmark_runs_without_a_gpu():
+    """And native layers launch two kernels per matrix, or one."""
     run = process("../../benchmarks/host.py", PINNED, "--rounds", "1")
     assert run.returncode == 0, run.stderr[-3000:]
     launches = {line.split()[0]: float(line.split()[2]) for line in run.stdout.splitlines()}

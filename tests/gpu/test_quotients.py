@@ -1,5 +1,6 @@
-"""Quotients by a reciprocal and corrections (`jit.tiles.over_scale`), which no interpreter rounds as a GPU does: the
-same steps in numpy, with products and sums formed in 64 bits of mantissa and rounded once, beside the division."""
+"""Quotients by a reciprocal and corrections (`jit.tiles.over_scale`), in numpy, against the division.
+
+No interpreter rounds these like a GPU: products and sums are computed with 64-bit mantissas and rounded once."""
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def fma(a, b, c):
 
 
 def quotient(x, scale, corrections):
-    """Bit for bit what the kernel does, for scales that are no NaN and no 0."""
+    """Bit for bit what the kernel computes, for scales other than NaN and 0."""
     power = ((254 - np.maximum(scale.view(np.uint32) >> 23, 1)) << 23).astype(np.uint32).view(np.float32)
     divisor, negative = scale * power, x * -power
     inverse = np.float32(-1) / divisor
@@ -33,7 +34,7 @@ def quotient(x, scale, corrections):
 
 
 def drawn(seed, count, ties):
-    """Numbers and scales: of any size (subnormal scales too), or with quotients beside the middle of two codes."""
+    """Numbers and scales: of any size (subnormal scales included), or with quotients near the midpoint of two codes."""
     rng = np.random.default_rng(seed)
     scale = rng.integers(1, 0x7B000000, count, dtype=np.uint32).view(np.float32)
     if ties:
@@ -50,8 +51,8 @@ def drawn(seed, count, ties):
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(("dtype", "corrections"), [(torch.float32, 2), (torch.bfloat16, 1), (torch.float16, 1)])
-def test_corrected_quotients_have_the_codes_of_the_division(dtype, corrections, ties):
-    """And with two corrections its bits, where it is no number near 2^-126 or below."""
+def test_corrected_quotients_give_the_codes_of_the_division(dtype, corrections, ties):
+    """With two corrections also its bits, unless the quotient is near 2^-126 or below."""
     x, scale = drawn(corrections, 1 << 17, ties)
     x = torch.from_numpy(x).to(dtype).float().clamp(-3e38, 3e38).numpy()
     with np.errstate(all="ignore"):
@@ -64,7 +65,7 @@ def test_corrected_quotients_have_the_codes_of_the_division(dtype, corrections, 
         assert np.array_equal(found[usual].view(np.uint32), expected[usual].view(np.uint32))
 
 
-def test_one_correction_alone_is_seen_to_be_wanted():
+def test_uncorrected_quotients_differ_from_the_division():
     """Without one, codes differ beside the middles: the test sees it."""
     x, scale = drawn(1, 1 << 17, True)
     x = torch.from_numpy(x).bfloat16().float().numpy()
@@ -75,15 +76,15 @@ def test_one_correction_alone_is_seen_to_be_wanted():
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """This CPU as a GPU that converts."""
+    """This CPU as a GPU with conversion instructions."""
     monkeypatch.setattr(cast, "capability", lambda device: (9, 0))
     quantizers.constants_on.cache_clear()
     yield torch.device("cpu")
     quantizers.constants_on.cache_clear()
 
 
-def test_quotients_are_corrected_only_for_codes_that_the_gpu_converts_to(hopper):
-    """Noise, cut points and values in few bits of other formats take every bit of a quotient."""
+def test_quotients_are_corrected_only_for_codes_by_instruction(hopper):
+    """Noise, cut points and values of other formats need every bit of a quotient."""
     noisy = Quantizer(E4M3, "stochastic", scales=Scales(block(128), get_scaling("absmax")))
     for quantizer in (get_quantizer("nf4"), noisy, get_quantizer("nvfp4"), get_quantizer("mxfp8_e4m3")):
         assert quantizers.constants_on(quantizer, hopper, torch.bfloat16)[0].corrections == 0

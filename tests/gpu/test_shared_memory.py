@@ -1,4 +1,4 @@
-"""A loop that leaves out one barrier is found, and a reduction that has all is not."""
+"""The search for races in shared memory finds a missing barrier, and accepts a kernel with all barriers."""
 
 import pytest
 from shared_memory import unordered
@@ -27,18 +27,18 @@ $L__BB0_1:
 """
 
 
-def test_what_barriers_keep_apart_is_no_race():
+def test_accesses_separated_by_barriers_are_accepted():
     assert not unordered(KERNEL)
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_a_barrier_that_lacks_is_seen(number):
+def test_a_missing_barrier_is_found(number):
     line = f"    bar.sync {number};\n" if number else "    bar.sync 0;\n"
     assert line in KERNEL
     assert unordered(KERNEL.replace(line, "", 1))
 
 
-def test_a_loop_meets_its_own_beginning():
+def test_a_race_between_loop_iterations_is_found():
     ((first, second),) = unordered(KERNEL.replace("    bar.sync 4;\n", ""))
     assert "[%r10]" in first
     assert "[%r6]" in second

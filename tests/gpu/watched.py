@@ -1,9 +1,9 @@
-"""Triton's interpreter, looking at what it lets pass: addresses outside of every tensor, and programs of a launch that
-write where another one reads or writes, which have no order on a GPU. A line of JSON for each kernel.
+"""Checks in Triton's interpreter that it does not make itself: addresses outside of every tensor, and programs of a
+launch that write where another one reads or writes, which is a race on a GPU. A line of JSON for each kernel.
 
     TRITON_INTERPRET=1 PYTHONPATH=src:.triton/3.7.1 python tests/gpu/watched.py [KERNEL ...]
 
-A kernel without names is tested on the first of its formats. Atomics of several programs may meet.
+Without KERNEL arguments each kernel is tested on the first of its formats. Atomics of several programs may overlap.
 """
 
 import gc
@@ -22,11 +22,11 @@ from halfstep.optim import selftest as optim
 
 KINDS = ("store", "load", "atomic")
 TABLES = {"prepare", "update", "advance", "square"}
-"""Functions that find tensors by addresses in memory."""
+"""Functions that get tensors as addresses in a table."""
 
 
 class Watch:
-    """What the programs of a launch touch, by bytes."""
+    """The bytes that the programs of a launch access."""
 
     def __init__(self):
         self.faults = set()
@@ -62,7 +62,7 @@ class Watch:
         everywhere = self._kernel in TABLES or dict(zip(executor.arg_names, given, strict=False)).get("held")
         owned = gc.get_objects() if everywhere else (*given, *named.values())
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of objects that are read only to see what they are
+            warnings.simplefilter("ignore")  # of objects that are only inspected
             storages = [t.untyped_storage() for t in owned if type(t) in (torch.Tensor, torch.nn.Parameter)]
         spans = sorted({(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages if s.nbytes()})
         self._spans = np.array(spans or [(0, 0)], np.uint64)
@@ -71,7 +71,7 @@ class Watch:
         return result
 
     def _compare(self):
-        """Of each byte that is stored: whether another program touches it."""
+        """Record stores to bytes that another program accesses."""
         touched = [{k: np.unique(np.concatenate(v)) if v else [] for k, v in one.items()} for one in self._programs]
         stored = np.concatenate([one["store"] for one in touched]) if touched else np.zeros(0)
         owner = np.concatenate([np.full(len(one["store"]), n) for n, one in enumerate(touched)]) if touched else stored

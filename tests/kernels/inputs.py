@@ -1,4 +1,4 @@
-"""Inputs and comparisons that the kernels' tests share."""
+"""Inputs and comparisons shared by the tests of kernels."""
 
 import math
 from functools import cache
@@ -25,13 +25,13 @@ MADE_UP = (
 
 
 def all_formats():
-    """Named formats, bit splits without a name, and made-up ones that no peer has."""
+    """Named formats, exponent and mantissa splits without a name, and made-up ones that no peer has."""
     return [formats.get(name) for name in (*formats.names(), *MADE_UP)]
 
 
 @cache
 def float32_input():
-    """Random bit patterns, ordinary numbers of several sizes, and specials: some chunks and a rest."""
+    """Random bit patterns, normal numbers of several magnitudes, and special values: several chunks and a rest."""
     generator = torch.Generator().manual_seed(1)
     patterns = torch.randint(-(2**31), 2**31, (CHUNK,), generator=generator, dtype=torch.int64).to(torch.int32)
     normal = torch.randn(CHUNK // 2, generator=generator)
@@ -49,15 +49,15 @@ def edges(format):
 
 
 def inputs(format, dtype):
-    """What to round: every value of a 16-bit dtype, or float32 numbers and the format's edges."""
+    """All values of a 16-bit dtype, or float32 numbers and the format's boundaries."""
     if dtype == torch.float32:
         return torch.cat([float32_input(), edges(format)])
     return every_16_bit_value(dtype)
 
 
 def near_a_tie(places):
-    """Numbers whose norm is 1 + 2^-24, between two float32, up to eight that are 2^-27, whose squares are lost in a sum
-    that they are added to one at a time."""
+    """Numbers whose norm is 1 + 2^-24, halfway between two float32 values, plus up to eight of 2^-27, whose squares are
+    lost if they are added to the sum one at a time."""
     numbers = torch.zeros(max(*places, SQUARES - 1) + 1)
     numbers[0], numbers[SQUARES // 2], numbers[SQUARES // 4], numbers[SQUARES // 8] = 1.0, 2.0**-12, 2.0**-12, 2.0**-24
     numbers[list(places)] = 2.0**-27
@@ -70,5 +70,5 @@ ORDERS = [
     (range(SQUARES**2, 9 * SQUARES**2, SQUARES**2), 1.0),
     (range(SQUARES**2, SQUARES**2 + 8), 1 + 2.0**-23),
 ]  # fmt: skip
-"""Places of the eight, and the norm as `kernels.arithmetic` orders its sum: eight in a part that is summed before it is
-added are not lost. In a block, in several, and in more blocks than are halved at once."""
+"""Indices of the eight, and the norm with the summation order of `kernels.arithmetic`: eight in a part that is summed
+before it is added are not lost. In one block, in several, and in more blocks than one halving takes."""

@@ -1,4 +1,4 @@
-"""Formulas: traced once, they are the same numbers on the host, in LLVM, and as Triton source."""
+"""Update formulas: traced once, they compute the same numbers on the host, in LLVM, and as Triton source."""
 
 import ast
 import math
@@ -26,8 +26,8 @@ GROUPS = {
 }  # fmt: skip
 
 
-def shared(formula, *given):
-    """What a formula's numbers, of options a, b, ..., are for the elements."""
+def shared_value(formula, *given):
+    """The value of a formula of options a, b, ... that all elements share."""
     names = "abcdefgh"[: len(given)]
     program = traced(
         lambda weight, grad, moments, o: (weight * formula(*(o[name] for name in names)), {}), names, [], [], {}
@@ -49,22 +49,22 @@ def shared(formula, *given):
         (lambda a, b: where(is_nan(a), b, a), (math.nan, 0.3)),
     ],
 )
-def test_what_all_elements_share_is_float64_rounded_once(formula, given):
-    same_bits(torch.tensor(shared(formula, *given)), torch.tensor(np.float32(formula(*given))))
+def test_shared_values_are_computed_in_float64_and_rounded_once(formula, given):
+    same_bits(torch.tensor(shared_value(formula, *given)), torch.tensor(np.float32(formula(*given))))
 
 
-def test_a_division_by_zero_is_an_infinity():
-    assert shared(lambda a, b: a / b, 1.0, 0.0) == math.inf
+def test_a_shared_division_by_zero_is_infinity():
+    assert shared_value(lambda a, b: a / b, 1.0, 0.0) == math.inf
 
 
-def test_what_meets_an_element_is_float32():
-    """0.1 in float64 is not 0.1 in float32, times which torch multiplies too."""
+def test_a_shared_value_is_float32_where_it_meets_an_element():
+    """Also for torch, 0.1 in float64 is not 0.1 in float32."""
     program = traced(lambda w, g, m, o: (w * (o["a"] * 3), {}), ["a"], [], [], {})
     assert program.numbers([0.1])[0] == (np.float32(0.1 * 3),)
     assert [operation.name for operation in program.element.operations] == ["mul"]
 
 
-def test_an_operation_is_traced_once():
+def test_a_repeated_operation_is_traced_once():
     program = traced(lambda w, g, m, o: ((g * g + w) + g * g, {}), [], [], [], {})
     assert len(program.element.operations) == 3
 
@@ -86,7 +86,7 @@ def test_an_operation_is_traced_once():
         (lambda w, g, m, o: (w - g, {"other": g}), r"gives the moments \['other'\]. Expected \[\]"),
     ],
 )
-def test_what_is_no_formula_is_said(formula, words):
+def test_unsupported_formulas_are_refused(formula, words):
     with pytest.raises(TypeError, match=words):
         traced(formula, ["a"], [], [], {})
 
@@ -98,8 +98,8 @@ def options_of(rule):
 
 
 @pytest.mark.parametrize("rule", [rule for rule in update_rules().values() if rule.options], ids=lambda rule: rule.name)
-def test_triton_source_is_exact_and_python(rule):
-    """Divisions and roots round once (`/` does in float64 only); and as many operations as the program has."""
+def test_generated_triton_source_uses_only_exact_operations(rule):
+    """Divisions and roots must be rounded once (`/` only in float64); and every operation is in the source."""
     options = options_of(rule)
     texts = source.moving(options.program), source.finding(options.program, 1)
     for text, part in zip(texts, (options.program.element, options.program.scalars), strict=True):
@@ -111,7 +111,7 @@ def test_triton_source_is_exact_and_python(rule):
     assert texts[0].count("v") >= len(options.program.element.operations)
 
 
-def test_the_source_of_a_rule_can_be_read():
+def test_the_generated_triton_source_of_sgd():
     rule = update_rules()["sgd"]
     group = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9).param_groups[0]
     assert source.moving(rule.options(group).program) == (
@@ -132,7 +132,7 @@ def test_the_source_of_a_rule_can_be_read():
     )
 
 
-def test_a_formula_that_changes_changes_both_targets():
+def test_a_changed_formula_changes_the_cpu_kernel_and_the_gpu_source():
     """The CPU's kernel and the GPU's source are made of it, and of nothing else."""
     found = []
     for factor in (1.0, 3.0):
@@ -153,8 +153,8 @@ def test_a_formula_that_changes_changes_both_targets():
 
 
 @for_each("size", [0, 1, 2, SQUARES - 1, SQUARES, SQUARES + 1, 40 * SQUARES + 7, SQUARES * (SQUARES + 3) + 5])
-def test_a_norm_is_the_root_of_the_sum_of_squares(size):
-    """Beside the sum that Python rounds once, of numbers whose squares are beyond float32 as well; at most an ulp."""
+def test_norm_is_within_one_ulp_of_the_exact_norm(size):
+    """Compared with Python's exactly rounded sum, also for numbers whose squares overflow float32."""
     for factor in (1.0, 1e-30, 1e30):
         numbers = torch.randn(size, generator=torch.Generator().manual_seed(5)) * factor
         expected = np.float32(math.sqrt(math.fsum(number * number for number in numbers.tolist())))
@@ -163,19 +163,19 @@ def test_a_norm_is_the_root_of_the_sum_of_squares(size):
         assert abs(found.item() - expected) <= np.spacing(expected)
 
 
-@for_each("places,expected", ORDERS)
-def test_the_order_of_a_norm_is_the_documented_one(places, expected):
-    assert norm(near_a_tie(places)).item() == expected
+@for_each("indices,expected", ORDERS)
+def test_norm_sums_in_the_documented_order(indices, expected):
+    assert norm(near_a_tie(indices)).item() == expected
 
 
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
-@for_each("places,expected", ORDERS)
-def test_the_cpus_kernel_has_that_order(threads, places, expected):
+@for_each("indices,expected", ORDERS)
+def test_the_cpu_kernel_sums_norms_in_the_documented_order(threads, indices, expected):
     def element(weight, grad, moments, o):
         return weight - norm(weight) * (grad * o.lr), {}
 
     program, _ = lars({**GROUP, "lr": 1.0}, element, elementwise=False)
-    weight, given = near_a_tie(places), (1.0, 1.0, 0.0)
+    weight, given = near_a_tie(indices), (1.0, 1.0, 0.0)
     numbers = Numbers(program, np.float32(1.0), given, program.numbers(given)[0])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -188,7 +188,7 @@ def test_the_cpus_kernel_has_that_order(threads, places, expected):
 
 
 def lars(group, element=None, **more):
-    """A user's rule: SGD whose step is as long as a share of the weight."""
+    """A user's rule: SGD whose step length is a fraction of the weight's norm."""
 
     def moved(weight, grad, moments, o):
         return weight - grad * (norm(weight) / (norm(grad + weight * o.decay) + 1e-9) * o.lr), {}
@@ -201,13 +201,13 @@ def lars(group, element=None, **more):
 GROUP = {"lr": 0.5, "weight_decay": 0.1}
 
 
-def test_elements_take_norms_after_the_numbers():
+def test_norms_are_inputs_of_the_elements_after_the_shared_values():
     program, _ = lars(GROUP, elementwise=False)
     assert (program.normed.inputs, len(program.normed.results)) == (4, 2)  # learning rate, decay, weight, gradient
     assert program.element.inputs == 6
 
 
-def test_a_rule_with_norms_is_fused_and_says_that_it_needs_the_whole():
+def test_a_rule_with_norms_is_fused_and_must_declare_elementwise_false():
     _, rule = lars(GROUP, elementwise=False)
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, 2000))
     grad, start = torch.linspace(0, 1, 2000), parameter.detach().clone()
@@ -231,12 +231,12 @@ def test_a_rule_with_norms_is_fused_and_says_that_it_needs_the_whole():
         (lambda w, g, m, o: (w - g * norm(o.lr), {}), "norm of a scalar that all elements share. Expected"),
     ],
 )
-def test_what_is_no_norm_is_said(formula, words):
+def test_unsupported_norms_are_refused(formula, words):
     with pytest.raises(TypeError, match=words):
         lars(GROUP, formula, elementwise=False)
 
 
-def test_formulas_take_python_numbers_and_tensors():
+def test_formula_functions_accept_python_numbers_and_tensors():
     tensor = torch.tensor([1.0, torch.nan, 4.0])
     same_bits(maximum(tensor, torch.tensor([2.0, 1.0, torch.nan])), torch.tensor([2.0, torch.nan, torch.nan]))
     same_bits(where(True, 2.0, tensor), torch.full((3,), 2.0))

@@ -1,4 +1,4 @@
-"""Which 16-bit products torch's own kernels compute on this CPU, and which are carried in float32."""
+"""Which 16-bit matmuls torch computes natively on this CPU, and which are emulated in float32."""
 
 import os
 import subprocess
@@ -24,14 +24,14 @@ WITH_UNITS = {**X86, "amx_bf16": True, "avx512_fp16": True}
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_are_carried_where_no_unit_is_used(capabilities, used, lacks, dtype, monkeypatch):
+def test_matmuls_are_emulated_without_matrix_units(capabilities, used, lacks, dtype, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     monkeypatch.setattr(torch.ops.mkldnn, carried._ASKED[dtype], lambda: used, raising=False)
     assert carried._lacks_matrix_units(dtype) is lacks
 
 
-@pytest.mark.slow  # a process of its own
-def test_onednn_held_to_avx2_has_its_products_carried():
+@pytest.mark.slow  # starts a process
+def test_matmuls_are_emulated_if_onednn_is_limited_to_avx2():
     found = "len(carried.CARRIED), torch.cpu.get_capabilities()['architecture']"
     code = f"import torch; from halfstep.kernels import carried; print({found})"
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}

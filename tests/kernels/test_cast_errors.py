@@ -1,4 +1,4 @@
-"""Rounding and comparing at once gives what the reference's values give, for every quantizer that is claimed."""
+"""CastErrors, which rounds and compares in one pass, gives the reference's errors for every supported quantizer."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ KNOWN = [q for q in (*BLOCKS, *SCALED, MARGIN, *PLAIN) if supports(q, COLUMNS)]
 
 
 def values():
-    """Three decades, multiples of a power of two that reach the ends of ranges, zeros and tiny numbers."""
+    """Three decades, multiples of a power of two that reach the ends of ranges, zeros and tiny values."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(4, 32, COLUMNS, generator=generator)
     x[0] *= torch.logspace(-2, 1, COLUMNS)
@@ -55,7 +55,7 @@ def values():
     slow_unless(lambda quantizer: quantizer.format not in SLOW_TO_COMPILE, KNOWN),
     ids=lambda q: f"{q.format.name[:24]}-{q.scales}",
 )
-def test_it_is_the_reference(quantizer):
+def test_cast_errors_equal_the_reference(quantizer):
     x = values()
     cast, rows = CastErrors(quantizer, float(x.abs().max())), Rows(array(x), COLUMNS)
     cast.add(rows)
@@ -72,12 +72,12 @@ def test_it_is_the_reference(quantizer):
 ABSMAX = Quantizer(formats.get("e4m3fn"), scales=Scales(block(32), get_scaling("absmax")))
 
 
-@pytest.mark.slow  # each is compiled in parallel anew; test_cpu_cast.py and test_cpu_optimizer.py have threads
+@pytest.mark.slow  # each needs a parallel compilation; test_cpu_cast.py and test_cpu_optimizer.py test threads
 @pytest.mark.parametrize(
     "quantizer", [get_quantizer("mxfp8"), ABSMAX, get_quantizer("nvfp4")], ids=["mxfp8", "absmax", "nvfp4"]
 )
-def test_two_threads_find_what_one_does(quantizer):
-    """Of so many blocks that the scales are shared between them, too."""
+def test_two_threads_give_the_errors_of_one(quantizer):
+    """With so many blocks that the scales are split between threads too."""
     x = values().repeat(18, 1)
     assert x.numel() // quantizer.scales.tile.columns > CHUNK
     found = []
@@ -90,7 +90,7 @@ def test_two_threads_find_what_one_does(quantizer):
 
 
 @pytest.mark.parametrize("name", ["uint4", "uint8"])
-def test_asymmetric_ranges_are_left_to_others(name):
+def test_asymmetric_formats_are_not_supported(name):
     format = formats.get(name)
     assert format.max != -format.min
     assert not supports(Quantizer(format, scales=Scales(ROW, get_scaling("absmax"))), COLUMNS)

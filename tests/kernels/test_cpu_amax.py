@@ -1,4 +1,4 @@
-"""The largest magnitude by kernel is torch's."""
+"""The CPU kernel for amax equals torch's."""
 
 import math
 
@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 17, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 0.0])
-def test_equals_torch_wherever_the_largest_stands(size, dtype, scale):
+def test_amax_equals_torch_for_any_position_of_the_largest(size, dtype, scale):
     x = (torch.randn(size, generator=torch.Generator().manual_seed(size)) * scale).to(dtype)
     for index in (0, size // 2, size - 1):
         for value in (2.5, -2.5, -0.0, math.inf, -math.inf):
@@ -30,12 +30,12 @@ def test_equals_torch_wherever_the_largest_stands(size, dtype, scale):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_value(dtype):
+def test_amax_of_all_16_bit_values_equals_torch(dtype):
     for part in every_16_bit_value(dtype).split(257):
         same_bits(kernel.run(part), part.float().abs().max())
 
 
-def test_what_it_does_not_read_torch_does():
+def test_unsupported_tensors_use_torch():
     x = torch.randn(6, 8)
     assert kernel.run(x.t()) is None
     assert kernel.run(x.double()) is None
@@ -48,7 +48,7 @@ def test_what_it_does_not_read_torch_does():
         assert found == (other.abs().max().float() if other.numel() else 0.0)
 
 
-def test_storages_can_be_resized_afterwards():
+def test_storages_can_be_resized_after_the_kernel():
     x = torch.zeros(64)
     kernel.run(x)
     x.untyped_storage().resize_(0)

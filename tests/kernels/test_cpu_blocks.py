@@ -1,4 +1,4 @@
-"""Quantising blocks by kernel is the reference: codes, scales and values, bit for bit."""
+"""The CPU kernel for quantizing blocks equals the reference: codes, scales and values, bit for bit."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ from oracles.numbers import same_bits
 
 
 def hard(columns, dtype=torch.float32):
-    """Blocks of every size of numbers: zeros, subnormals, the largest, infinities, NaN, exact powers, random bits."""
+    """Blocks with zeros, subnormals, the largest values, infinities, NaN, powers of two, and random bits."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(40, columns, generator=generator)
     sizes = torch.randint(-40, 40, (40, columns // 16), generator=generator)
@@ -41,8 +41,8 @@ def hard(columns, dtype=torch.float32):
 BOTH = (torch.float32, torch.bfloat16)
 
 
-def assert_quantises(x, quantizer, seed=None, dtypes=BOTH):
-    """Codes and scales; values, and those of the codes, in each of the dtypes."""
+def assert_quantizes(x, quantizer, seed=None, dtypes=BOTH):
+    """Codes, scales, values and decoded codes, in each of the dtypes, equal the reference's."""
     expected = quantizer.quantize(x, seed)
     tensors = {name: torch.full_like(tensor, 1) for name, tensor in expected.tensors.items()}
     assert kernel.run(x, tensors, quantizer, seed)
@@ -79,11 +79,12 @@ CASES += [("int4_64", None)]
 
 EVERY_CASE = list(itertools.product(CASES, BOTH, BOTH))
 INTO_BFLOAT16 = {"mxfp8_e4m3", "nvfp4"}
-"""Of which recipes make values in bfloat16; kernels for the others' are compiled anew."""
+"""Formats whose values recipes make in bfloat16; the others would need another compilation."""
 
 
 def is_compiled(case):
-    """In bfloat16 each is another kernel, in float32 each codebook: one of either, and the other formats in float32."""
+    """Whether the fast tests compile this case: each bfloat16 input and each codebook is another kernel, so one of
+    each."""
     (name, rule), dtype, into = case
     if dtype == torch.bfloat16:
         return (name, rule, into) == ("mxfp8_e4m3", "rceil", torch.bfloat16)
@@ -96,13 +97,13 @@ def is_compiled(case):
     "('af4', None)-torch.float32-torch.float32",
 )
 @pytest.mark.parametrize(("case", "dtype", "into"), slow_unless(is_compiled, EVERY_CASE), ids=str)
-def test_every_block_format(case, dtype, into):
+def test_every_block_format_equals_the_reference(case, dtype, into):
     name, rule = case
-    assert_quantises(hard(512, dtype), get_quantizer(name, scale=rule), dtypes=(into,))
+    assert_quantizes(hard(512, dtype), get_quantizer(name, scale=rule), dtypes=(into,))
 
 
 class Halved(Absmax):
-    """A rule with a `scale` of its own, which is not its parent's."""
+    """A scaling that overrides `scale`."""
 
     def scale(self, x, tile, element):
         scale = super().scale(x, tile, element)[1] / 2
@@ -114,21 +115,21 @@ MARGINS = [get_scaling("rceil", margin=3), get_scaling("floor", margin=-2), get_
 
 
 @pytest.mark.parametrize("rule", [*MARGINS, OWN], ids=str)
-def test_powers_of_two_with_a_margin_or_a_carry_of_ones_own(rule):
-    assert_quantises(hard(512), Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 32), rule)))
+def test_power_of_two_scales_with_a_margin_or_another_threshold(rule):
+    assert_quantizes(hard(512), Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 32), rule)))
 
 
 @pytest.mark.parametrize("name", ["uint4", "uint8", "int8"])
-def test_integers_with_and_without_sign(name):
+def test_signed_and_unsigned_integers(name):
     quantizer = Quantizer(formats.get(name), scales=Scales(Tile(1, 64), get_scaling("absmax")))
-    assert_quantises(hard(512), quantizer, dtypes=BOTH[:1])
+    assert_quantizes(hard(512), quantizer, dtypes=BOTH[:1])
 
 
-@pytest.mark.slow  # compiled anew
+@pytest.mark.slow  # another compilation
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e3m2", "nf4", "uint4", "uint8", "int8"])
 def test_other_formats_in_bfloat16(name):
     scales = Scales(Tile(1, 64), get_scaling("absmax"))
-    assert_quantises(hard(512), Quantizer(formats.get(name), scales=scales) if "int" in name else get_quantizer(name))
+    assert_quantizes(hard(512), Quantizer(formats.get(name), scales=scales) if "int" in name else get_quantizer(name))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_other_formats_in_bfloat16(name):
 )
 def test_scales_in_bfloat16(columns, dtype):
     rule = Scales(Tile(1, columns), get_scaling("absmax_bf16"))
-    assert_quantises(hard(512, dtype), Quantizer(formats.get("e4m3fn"), scales=rule))
+    assert_quantizes(hard(512, dtype), Quantizer(formats.get("e4m3fn"), scales=rule))
 
 
 @pytest.mark.quick("mxfp4")
@@ -145,18 +146,18 @@ def test_scales_in_bfloat16(columns, dtype):
     "name",
     slow_unless({"mxfp4", "nvfp4"}.__contains__, ["mxfp8_e4m3", "mxfp4", "nvfp4", "fp8_1x128"]),  # compiled anew
 )
-def test_stochastic(name):
-    assert_quantises(hard(512), get_quantizer(name, rounding="stochastic"), seed=5, dtypes=BOTH[1:])
+def test_stochastic_rounding_equals_the_reference(name):
+    assert_quantizes(hard(512), get_quantizer(name, rounding="stochastic"), seed=5, dtypes=BOTH[1:])
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e3m2", "nvfp4", "nf4"])
 @pytest.mark.parametrize("shape", [(64,), (3, 1, 64), (1, CHUNK + 64), (3, CHUNK)])
-def test_shapes(name, shape):
+def test_shapes_around_the_chunk_size(name, shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-    assert_quantises(x, get_quantizer(name), dtypes=BOTH if name in INTO_BFLOAT16 else BOTH[:1])
+    assert_quantizes(x, get_quantizer(name), dtypes=BOTH if name in INTO_BFLOAT16 else BOTH[:1])
 
 
-def test_refuses_what_it_does_not_know():
+def test_unsupported_calls_are_refused():
     x = torch.zeros(4, 64)
     assert not kernel.run(x, {}, get_quantizer("e4m3fn"), None)
     assert not kernel.run(x[:, :48], {}, get_quantizer("mxfp4"), None)
@@ -174,8 +175,8 @@ def test_refuses_what_it_does_not_know():
     same_bits(values(x + 0.3, listed), listed.quantize(x + 0.3).dequantize())
 
 
-def test_every_code_of_a_byte_is_decoded_as_the_reference_decodes_it():
-    """Alone in its block, so that no other code sends the block another way: infinities and NaN among them."""
+def test_every_8_bit_code_is_decoded_like_the_reference():
+    """Alone in its block, so that no other code decides the block's path; infinities and NaN included."""
     for name, scale in itertools.product(("e4m3fn", "e5m2", "e4m3fnuz"), (1e-40, 1e-30, 1.0, 1e30, 1e36)):
         quantizer = Quantizer(formats.get(name), scales=Scales(Tile(1, 16), get_scaling("absmax")))
         quantized = quantizer.quantize(torch.ones(256, 16))
@@ -186,8 +187,8 @@ def test_every_code_of_a_byte_is_decoded_as_the_reference_decodes_it():
         same_bits(out, quantized.dequantize(torch.float32))
 
 
-def test_finite_codes_under_any_scale_are_decoded_as_the_reference_decodes_them():
-    """A chunk whose scales are normal numbers, or 0; one with others too; one with NaN; one that ends in no number."""
+def test_finite_codes_with_any_scale_are_decoded_like_the_reference():
+    """Chunks whose scales are normal or 0, include subnormal and huge ones, include NaN, or end in a special code."""
     generator = torch.Generator().manual_seed(0)
     usual, others = [0.0, 1e-30, 2.0**-7, 3.3, 1e25], [1e30, 1e36, 1e-38, 1e-40]
     for name in ("e4m3fn", "e5m2", "e3m4", "e2m1"):

@@ -1,4 +1,4 @@
-"""Rounding values by kernel is the reference, bit for bit."""
+"""The CPU kernel for rounding values equals the reference, bit for bit."""
 
 import itertools
 
@@ -23,7 +23,7 @@ PAIRS = [
     (torch.float32, torch.bfloat16),
 ]
 FLOATS = {"float8_e4m3fn", "bf16"}
-"""Formats that are tried with 16-bit tensors too, whose kernels are compiled anew: so are integers in bfloat16."""
+"""Formats tested fast with 16-bit tensors too, since each is another compilation."""
 
 
 def assert_rounds(x, out, format, rounding, overflow):
@@ -52,7 +52,7 @@ def assert_rounds(x, out, format, rounding, overflow):
     ),
     ids=lambda part: f"{part[0]}-{part[1]}".replace("torch.", "") if isinstance(part, tuple) else part.name,
 )
-def test_every_format_rounding_and_overflow(format, pair):
+def test_every_format_rounding_and_overflow_equals_the_reference(format, pair):
     x = inputs(format, pair[0])
     out = torch.empty(x.shape, dtype=pair[1])
     for rounding in ROUNDINGS:
@@ -64,7 +64,7 @@ def test_every_format_rounding_and_overflow(format, pair):
 @pytest.mark.parametrize(
     "name", ["e4m3fn", "e5m2", "e2m1fn", "e5m3", "tf32", "bf16", "fp16", "int8", "float8_e5m2fnuz"]
 )
-def test_what_it_must_know(name):
+def test_common_formats_are_supported(name):
     x, format = torch.zeros(3), formats.get(name)
     assert kernel.run(x, torch.empty(3), format, "nearest_even", "saturate", 1)
     assert kernel.run(x.bfloat16(), x.bfloat16(), format, "stochastic", "saturate", 1)
@@ -78,7 +78,7 @@ IN_PLACE = ["nearest_even", "toward_zero", "stochastic"], [torch.bfloat16, torch
 @pytest.mark.parametrize(
     ("rounding", "dtype", "name"), slow_unless(in_turn(*IN_PLACE).__contains__, itertools.product(*IN_PLACE))
 )
-def test_in_place(rounding, dtype, name):
+def test_rounding_in_place_equals_the_reference(rounding, dtype, name):
     x = float32_input().to(dtype)
     expected = round_to(x, name, rounding, generator=4)
     kernel.run(x, x, formats.get(name), rounding, "saturate", 4)
@@ -88,13 +88,13 @@ def test_in_place(rounding, dtype, name):
 @pytest.mark.quick("1-0", "2-0", "2-16385")
 @pytest.mark.parametrize("size", [0, 1, 2, 15, 16, 17, 31, 33, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 3])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_sizes_and_threads(size, threads):
+def test_sizes_and_threads_equal_the_reference(size, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         x = torch.randn(size, generator=torch.Generator().manual_seed(size))
         for rounding in ("nearest_even", "stochastic"):
-            out = torch.full((size + 1,), 7.0)  # one more than is written, in a tensor of its own
+            out = torch.full((size + 1,), 7.0)  # one element more than is written
             assert_rounds(x, out[:size], formats.get("e4m3fn"), rounding, "saturate")
             assert out[size] == 7
     finally:
@@ -106,8 +106,8 @@ def test_sizes_and_threads(size, threads):
 @pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "int8"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_tensor_times_one_factor(threads, dtype, name, state):
-    """Of its state, or of its own amax: values, codes, scale and the amax that the state takes in."""
+def test_rounding_with_a_scale_of_a_state_or_the_tensors_amax(threads, dtype, name, state):
+    """Values, codes, the scale and the recorded amax."""
     format, rule = formats.get(name), current if state == "none" else delayed
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -134,7 +134,7 @@ def test_a_tensor_times_one_factor(threads, dtype, name, state):
         torch.set_num_threads(before)
 
 
-def test_any_shape():
+def test_any_shape_equals_the_reference():
     x = torch.randn(3, 1, 5, 7)
     assert_rounds(x, torch.empty_like(x), formats.get("e5m2"), "nearest_even", "saturate")
     assert_rounds(x[0, 0, 0, 0], torch.empty(()), formats.get("e5m2"), "nearest_even", "saturate")
@@ -157,11 +157,11 @@ class Subclass(torch.Tensor):
         (torch.zeros(4, dtype=torch.int32), torch.zeros(4)),
     ],
 )
-def test_refuses_other_tensors(x, out):
+def test_unsupported_tensors_are_refused(x, out):
     assert not kernel.run(x, out, formats.get("e4m3fn"), "nearest_even", "saturate", None)
 
 
-def test_refuses_overlapping_tensors_and_formats_it_does_not_know():
+def test_overlapping_tensors_and_unsupported_formats_are_refused():
     x = torch.zeros(10)
     assert not kernel.run(x[:8], x[2:], formats.get("e4m3fn"), "nearest_even", "saturate", None)
     for name in ("fp32", "nf4", "e8m0fnu"):

@@ -1,4 +1,4 @@
-"""Codebooks of 8 bits in blocks: the reference, bit for bit, at every cut."""
+"""The CPU kernel for 8-bit codebooks in blocks equals the reference at every decision boundary."""
 
 import itertools
 from dataclasses import replace
@@ -26,7 +26,7 @@ def blocked(name, columns=256):
     return Quantizer(formats.get(name), scales=Scales(Tile(1, columns), get_scaling("absmax")))
 
 
-def assert_quantises(x, quantizer):
+def assert_quantizes(x, quantizer):
     expected = quantizer.quantize(x)
     found = {name: torch.full_like(part, 7) for name, part in expected.tensors.items()}
     assert kernel.run(x, found, quantizer, None)
@@ -36,12 +36,12 @@ def assert_quantises(x, quantizer):
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_every_cut_and_its_neighbours(name):
+def test_every_boundary_and_its_neighbours_equal_the_reference(name):
     cuts = np.array(cut_points(formats.get(name), False), np.float32)
     points = [cuts, np.nextafter(cuts, np.float32(9)), np.nextafter(cuts, np.float32(-9)), [0.0, -0.0, 1e-30, -1e-30]]
     values = np.concatenate([*points, formats.get(name).values()]).astype(np.float32)
     blocks = np.concatenate([np.ones((-(-len(values) // 255), 1)), np.resize(values, (-(-len(values) // 255), 255))], 1)
-    assert_quantises(torch.from_numpy(blocks.astype(np.float32)), blocked(name))
+    assert_quantizes(torch.from_numpy(blocks.astype(np.float32)), blocked(name))
 
 
 FAMILIES = MAPS, (torch.float32, torch.bfloat16, torch.float16), (16, 256)
@@ -51,11 +51,11 @@ FAMILIES = MAPS, (torch.float32, torch.bfloat16, torch.float16), (16, 256)
 @pytest.mark.parametrize(
     ("name", "dtype", "columns"), slow_unless(in_turn(*FAMILIES).__contains__, itertools.product(*FAMILIES))
 )
-def test_hard_values(name, dtype, columns):
-    assert_quantises(hard(512, dtype), blocked(name, columns))
+def test_special_values_equal_the_reference(name, dtype, columns):
+    assert_quantizes(hard(512, dtype), blocked(name, columns))
 
 
-def test_what_it_does_not_know_is_left_to_the_reference():
+def test_unsupported_codebooks_use_the_reference():
     backwards = Codebook("backwards", formats.get("dynamic8").table[::-1], source="none")
     near = Codebook("near", (0.0, *(1 - i * 2.0**-20 for i in range(254, 0, -1)), 1.0), source="none")
     assert search(near) is None

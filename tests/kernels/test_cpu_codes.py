@@ -1,4 +1,4 @@
-"""Encoding and decoding by kernel is the reference, code for code."""
+"""The CPU kernels for encoding and decoding equal the reference, code for code."""
 
 import itertools
 
@@ -19,7 +19,7 @@ from oracles.numbers import same_bits
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NARROW = [f for f in all_formats() if f.bits <= 16]
 NARROW_INPUTS = {torch.bfloat16: ("int8", "nf4"), torch.float16: ()}
-"""Formats that are tried with bfloat16 too, whose kernels are compiled anew; the rest, and float16, are slow tests."""
+"""Formats tested fast with bfloat16 too, each another compilation; the rest and float16 are slow tests."""
 every_format_and_dtype = pytest.mark.parametrize(
     ("format", "dtype"),
     slow_unless(
@@ -39,7 +39,7 @@ def assert_encodes(x, format, rounding, overflow):
 
 @pytest.mark.quick("float8_e4m3-torch.float32", "nf4-torch.float32", "e2m0-torch.float32")
 @every_format_and_dtype
-def test_every_format_rounding_and_overflow(format, dtype):
+def test_every_format_rounding_and_overflow_encodes_like_the_reference(format, dtype):
     x = inputs(format, dtype)
     x = x if format.has_nan else x[~x.isnan()]
     for rounding in ROUNDINGS:
@@ -50,7 +50,7 @@ def test_every_format_rounding_and_overflow(format, dtype):
 
 @pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e2m1fn", "e3m2fn", "fp16", "bf16", "int8", "ocp_int8", "uint4"])
 @pytest.mark.parametrize("size", [0, 1, 17, CHUNK + 1, 3 * CHUNK])
-def test_what_it_must_know_at_any_size(name, size):
+def test_common_formats_are_encoded_at_any_size(name, size):
     assert_encodes(torch.randn(size), formats.get(name), "nearest_even", "saturate")
 
 
@@ -73,7 +73,7 @@ def test_nan_without_a_code_is_reported(name, where):
     "nf4-torch.bfloat16",
 )
 @every_format_and_dtype
-def test_every_code_decodes(format, dtype):
+def test_every_code_decodes_like_the_reference(format, dtype):
     codes = torch.arange(1 << format.bits).to(CONTAINERS[format.storage_bits])
     out = torch.empty(codes.shape, dtype=dtype)
     done = kernel.run_decode(codes, out, format)
@@ -83,7 +83,7 @@ def test_every_code_decodes(format, dtype):
 
 
 @pytest.mark.parametrize("name", ["e4m3fn", "e2m1fn", "nf4", "posit8_2", "posit16_2", "e8m0fnu", "int8", "fp16"])
-def test_decodes_what_it_must_know(name):
+def test_common_formats_are_decoded(name):
     format = formats.get(name)
     codes = torch.arange(2 * CHUNK + 5).remainder(1 << format.bits).to(CONTAINERS[format.storage_bits])
     out = torch.empty(codes.shape)
@@ -92,7 +92,7 @@ def test_decodes_what_it_must_know(name):
 
 
 @pytest.mark.parametrize("name", ["e2m1fn", "nf4", "e3m2fn"])
-def test_a_code_that_the_format_does_not_have_is_reported(name):
+def test_an_invalid_code_is_reported(name):
     codes = torch.zeros(CHUNK + 3, dtype=torch.uint8)
     assert kernel.run_decode(codes, torch.empty(codes.shape), formats.get(name))
     codes[-1] = 1 << formats.get(name).bits
@@ -103,7 +103,8 @@ PACKED = ("e2m1fn", "e3m2fn", "e2m3fn", "int4", "uint4")
 
 
 def packed_format_and_dtype(*more):
-    """float32, and `more` names with dtypes: kernels are compiled anew for each dtype."""
+    """Parametrizes packed formats and dtypes; float32 and `more` (name, dtype) are fast, since each dtype is another
+    compilation."""
     return pytest.mark.parametrize(
         ("format", "dtype"),
         slow_unless(
@@ -119,21 +120,21 @@ packed_format = pytest.mark.parametrize("format", [formats.get(name) for name in
 
 @pytest.mark.quick("int4-torch.float32")
 @packed_format_and_dtype()
-def test_codes_are_packed_in_the_kernel(format, dtype):
+def test_codes_are_packed_by_the_kernel(format, dtype):
     x = inputs(format, dtype)
     x = x[~x.isnan()]
     x = x[: len(x) // 4 * 4].view(1, -1)
     for rounding in ROUNDINGS:
         for overflow in OVERFLOWS:
             expected = pack(encode(x, format, rounding, overflow, 99), format.bits)
-            out = torch.full((expected.numel() + 1,), 7, dtype=torch.uint8)  # one more than is written
+            out = torch.full((expected.numel() + 1,), 7, dtype=torch.uint8)  # one element more than is written
             assert kernel.run(x, out[:-1], format, rounding, overflow, 99, packed=True)
             assert torch.equal(out[:-1], expected[0])
             assert out[-1] == 7
 
 
 @packed_format_and_dtype(("float4_e2m1fn", torch.bfloat16))
-def test_packed_codes_are_decoded_in_the_kernel(format, dtype):
+def test_packed_codes_are_decoded_by_the_kernel(format, dtype):
     codes = torch.arange(3 * CHUNK + 8).remainder(1 << format.bits).byte().view(1, -1)
     stored, out = pack(codes, format.bits), torch.empty(codes.shape, dtype=dtype)
     assert kernel.run_decode(stored, out, format, packed=True)
@@ -147,7 +148,7 @@ def test_packed_codes_are_decoded_in_the_kernel(format, dtype):
     [(), (0,), (1,), (5,), (8,), (0, 4), (3, 0), (3, 5), (2, 6), (7, 4), (2, 3, 12), (3, CHUNK + 4), (3, CHUNK + 1)],
 )
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_any_shape_is_packed_as_the_reference_packs_it(format, shape, threads):
+def test_any_shape_is_packed_like_the_reference(format, shape, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -165,14 +166,14 @@ def test_any_shape_is_packed_as_the_reference_packs_it(format, shape, threads):
 
 @packed_format
 @pytest.mark.parametrize("where", [0, CHUNK + 3])
-def test_nan_is_reported_where_codes_are_packed(format, where):
+def test_nan_in_a_packed_format_is_reported(format, where):
     x = torch.zeros(1, 2 * CHUNK)
     x[0, where] = torch.nan
     with pytest.raises(QuantizationError, match="1 of 32768 elements are NaN"):
         quantize(x, format)
 
 
-def test_refuses_rows_that_do_not_fill_their_bytes():
+def test_rows_that_do_not_fill_their_bytes_are_refused():
     format, stored = formats.get("e2m1fn"), torch.zeros(3, 3, dtype=torch.uint8)
     assert kernel.run(torch.zeros(3, 6), stored, format, "nearest_even", "saturate", None, packed=True)
     assert kernel.run(torch.zeros(3, 5), stored, format, "nearest_even", "saturate", None, packed=True) is None
@@ -181,7 +182,7 @@ def test_refuses_rows_that_do_not_fill_their_bytes():
     assert kernel.run(torch.zeros(3, 3), stored, formats.get("e4m3fn"), "up", "saturate", None, packed=True) is None
 
 
-def test_refuses_other_tensors():
+def test_unsupported_tensors_are_refused():
     x, format = torch.zeros(4), formats.get("e4m3fn")
     assert kernel.run(x, torch.empty(4, dtype=torch.uint16), format, "nearest_even", "saturate", None) is None
     assert kernel.run(x, torch.empty(5, dtype=torch.uint8), format, "nearest_even", "saturate", None) is None

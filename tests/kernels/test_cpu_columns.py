@@ -1,4 +1,4 @@
-"""Blocks down the columns of a matrix, written along rows: the reference of the transposed matrix, bit for bit."""
+"""The CPU kernel for blocks down the columns of a matrix equals the reference on the transposed matrix, bit for bit."""
 
 import itertools
 
@@ -27,12 +27,13 @@ POWERS += [("fp8_1x128", "rceil")]
 
 
 def down(x):
-    """The same matrix as the transposed view of another one."""
+    """The same matrix as the transposed view of a contiguous one."""
     return x.t().contiguous().t()
 
 
 def assert_rounds(x, quantizer, dtypes=(torch.float32, torch.bfloat16)):
-    """By the kernel for columns, and by that for rows: the reference's values, and what both say of small ones."""
+    """The kernels for columns and for rows give the reference's values, and agree on whether some are subnormal in
+    bf16."""
     expected = quantizer.quantize(x)
     for dtype in dtypes:
         out, rows = torch.full(x.shape, 7.0, dtype=dtype), torch.full(x.shape, 7.0, dtype=dtype)
@@ -46,7 +47,7 @@ def assert_rounds(x, quantizer, dtypes=(torch.float32, torch.bfloat16)):
 
 
 def has_small(x):
-    """Whether there are numbers that units of bfloat16 take for zeros."""
+    """Whether some nonzero values are flushed to zero by bf16 matmuls."""
     return bool(((x != 0) & (x.abs() < SMALLEST)).any())
 
 
@@ -54,7 +55,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_compiled(case):
-    """Each dtype that is read, each that is written have kernels of their own: each of these once."""
+    """Whether the fast tests compile this case: each input and each output dtype is another kernel, each tested
+    once."""
     (name, rule), dtype, into = case
     if dtype != torch.float32:
         return (name, rule, dtype, into) == ("mxfp8_e4m3", "rceil", torch.bfloat16, torch.bfloat16)
@@ -69,26 +71,26 @@ def is_compiled(case):
 @pytest.mark.parametrize(
     ("case", "dtype", "into"), slow_unless(is_compiled, itertools.product(POWERS, DTYPES, DTYPES[:2])), ids=str
 )
-def test_every_format_whose_scales_are_powers_of_two(case, dtype, into):
+def test_every_format_with_power_of_two_scales_equals_the_reference(case, dtype, into):
     name, rule = case
     quantizer, normal = get_quantizer(name, scale=rule), torch.nn.functional.layer_norm(hard(512), (512,))
     assert_rounds(hard(512, dtype), quantizer, [into])
     assert not assert_rounds(normal.nan_to_num(1.0).to(dtype), quantizer, [into])
 
 
-def test_a_margin():
+def test_a_scaling_with_a_margin_equals_the_reference():
     rule = get_scaling("rceil", margin=3)
     assert_rounds(hard(512)[:17], Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 32), rule)))
 
 
-@pytest.mark.slow  # compiled anew
-def test_float16_is_rounded():
+@pytest.mark.slow  # another compilation
+def test_float16_equals_the_reference():
     assert_rounds(hard(512, torch.float16), get_quantizer("mxfp8_e4m3", scale="rceil"), (torch.float32,))
 
 
 ELEMENTS = dict.fromkeys(("e4m3fn", "e5m2", "e2m1fn", "e3m2fn"), 128)
 ELEMENTS |= dict.fromkeys(("e4m3fnuz", "ocp_int8", "int8", "uint4"), 32)
-"""With the size of block of the fast test: 32 where another kernel rounds, which `mxint8` has compiled."""
+"""Formats with the block size of the fast test: 32 for those whose kernel `mxint8` has compiled."""
 
 
 @pytest.mark.quick("128-e5m2-floor-dtype68", "128-e2m1fn-floor-dtype72")
@@ -99,15 +101,15 @@ ELEMENTS |= dict.fromkeys(("e4m3fnuz", "ocp_int8", "int8", "uint4"), 32)
         itertools.product([16, 32, 128, 256], ELEMENTS, ["floor", "rceil"], [torch.float32, torch.bfloat16]),
     ),
 )
-def test_every_size_of_block(size, name, rule, dtype):
+def test_every_block_size_equals_the_reference(size, name, rule, dtype):
     quantizer = Quantizer(formats.get(name), scales=Scales(Tile(1, size), get_scaling(rule)))
     assert_rounds(hard(512)[:17], quantizer, (dtype,))
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (31, 64), (33, 1056), (129, 544), (300, 96)])
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp4"])
-def test_shapes(name, shape):
-    """A part of a register; a rest of rows, of columns, of what a thread takes."""
+def test_odd_shapes_equal_the_reference(name, shape):
+    """A partial register; a rest of rows, of columns, of a thread's part."""
     assert not assert_rounds(torch.randn(shape, generator=torch.Generator().manual_seed(2)), get_quantizer(name))
 
 
@@ -115,12 +117,12 @@ EXPONENTS = [
     pytest.param([*range(-149, -119), *range(-119, 120, 9), *range(120, 128)], id="ends"),
     pytest.param(range(-149, 128), marks=pytest.mark.slow, id="every"),
 ]
-"""Of all powers of two that float32 holds; where scales end, each of them."""
+"""Powers of two of float32, all of them at the ends of the range of scales."""
 
 
 @pytest.mark.parametrize("exponents", EXPONENTS)
-def test_every_scale(exponents):
-    """Blocks whose largest number is each power of two, in the middle of blocks of ordinary size or alone."""
+def test_every_power_of_two_scale_equals_the_reference(exponents):
+    """Blocks whose amax is each power of two, between blocks of ordinary size or alone."""
 
     @for_each("exponent", exponents)
     def check(exponent):
@@ -135,7 +137,7 @@ def test_every_scale(exponents):
     check()
 
 
-def test_small_values_are_noted_and_zeros_are_not():
+def test_subnormal_results_are_reported_but_not_zeros():
     quantizer, x = get_quantizer("mxfp8_e4m3", scale="rceil"), torch.ones(40, 64)
     x[3], x[4, 32:] = 0.0, -0.0
     assert not assert_rounds(x, quantizer)
@@ -148,7 +150,7 @@ def test_small_values_are_noted_and_zeros_are_not():
     assert assert_rounds(x, quantizer)
 
 
-def test_refuses_what_it_does_not_know():
+def test_unsupported_calls_are_refused():
     x, out = torch.zeros(64, 40).t(), torch.empty(40, 64)
     quantizer = get_quantizer("mxfp8_e4m3")
     assert kernel.run_view(x, out, quantizer) is not None
@@ -201,20 +203,20 @@ VIEWS = {
 )
 @pytest.mark.parametrize("view", VIEWS.values(), ids=list(VIEWS))
 @pytest.mark.parametrize("name", list(QUANTIZERS))
-def test_the_values_of_a_view_are_those_of_its_copy(view, name):
+def test_values_of_a_view_equal_those_of_its_copy(view, name):
     quantizer = QUANTIZERS[name]
     x = view(torch.randn(128, 256, generator=torch.Generator().manual_seed(3)))
     same_bits(values(x, quantizer, 5), values(x.contiguous(), quantizer, 5))
 
 
-def test_a_single_row_is_read_as_it_lies(monkeypatch):
-    """It is contiguous, and the transposed view of a contiguous matrix too."""
+def test_a_single_row_does_not_use_the_column_kernel(monkeypatch):
+    """It is contiguous, but also the transposed view of a contiguous matrix."""
     monkeypatch.setattr(kernel, "run_view", None)
     quantizer, x = get_quantizer("mxfp8_e4m3", scale="rceil"), torch.randn(1, 64)
     same_bits(values(x, quantizer, dtype=torch.bfloat16), quantizer.quantize(x).dequantize(torch.bfloat16))
 
 
-def test_a_traced_graph_rounds_views_alike():
+def test_a_traced_graph_rounds_views_like_eager():
     quantizer, x = get_quantizer("mxfp8_e4m3", scale="rceil"), torch.randn(64, 40)
     traced = torch.compile(
         lambda x: values(x.t(), quantizer, dtype=torch.bfloat16), backend="aot_eager", fullgraph=True
@@ -222,8 +224,8 @@ def test_a_traced_graph_rounds_views_alike():
     same_bits(traced(x), quantizer.quantize(x.t().contiguous()).dequantize(torch.bfloat16))
 
 
-def test_storages_can_be_resized_afterwards():
-    """FSDP2 frees weights so, between their uses."""
+def test_storages_can_be_resized_after_the_kernel():
+    """FSDP2 frees weights this way between their uses."""
     x, out = torch.zeros(64, 40), torch.empty(40, 64)
     mx = get_quantizer("mxfp8_e4m3")
     assert kernel.run_view(x.t(), out, mx) is not None

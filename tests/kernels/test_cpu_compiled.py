@@ -1,4 +1,4 @@
-"""Compiled kernels are kept on disk under a hash of what they are made of, and start no threads in a forked child."""
+"""Compiled kernels are cached on disk under a hash of their sources, and start no threads in a forked child."""
 
 import ast
 import os
@@ -40,7 +40,7 @@ print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()), stats.ca
 
 @pytest.fixture
 def copied(tmp_path):
-    """A copy of the package without compiled files, and the environment of a process that imports it."""
+    """The kernels' folder in a copy of the package without compiled files, and the environment that imports it."""
     shutil.copytree(PACKAGE, tmp_path / "src" / "halfstep", ignore=shutil.ignore_patterns("__pycache__"))
     home = tmp_path / "home"
     home.mkdir()
@@ -55,7 +55,7 @@ def hits_misses_folder(environment):
     return int(hits), int(misses), folder
 
 
-def test_compiled_code_lies_under_the_hash_of_all_sources():
+def test_compiled_code_is_cached_under_the_hash_of_all_sources():
     x = torch.tensor([1.0, 3.3, 1000.0])
     cast.run(x, x, halfstep.formats.get("e4m3fn"), "nearest_even", "saturate", None)
     folder = Path(cast._values.serial.stats.cache_path)
@@ -64,7 +64,7 @@ def test_compiled_code_lies_under_the_hash_of_all_sources():
 
 
 @pytest.mark.slow
-def test_a_second_process_compiles_nothing_and_an_edited_helper_is_noticed(copied):
+def test_a_second_process_uses_the_cache_until_a_source_changes(copied):
     kernels, environment = copied
     hits, misses, first = hits_misses_folder(environment)
     assert (hits, misses) == (0, 1)
@@ -80,8 +80,8 @@ def test_a_second_process_compiles_nothing_and_an_edited_helper_is_noticed(copie
 
 
 @pytest.mark.slow
-def test_without_a_cache_of_the_users_they_lie_beside_the_sources_or_nowhere(copied):
-    """A file where the folder should be: what read-only means here, for root too."""
+def test_the_cache_falls_back_to_the_package_folder_or_to_none(copied):
+    """A file instead of the folder makes it unwritable, also for root."""
     kernels, environment = copied
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     shutil.rmtree(environment["XDG_CACHE_HOME"])
@@ -95,8 +95,8 @@ def test_without_a_cache_of_the_users_they_lie_beside_the_sources_or_nowhere(cop
 
 
 @pytest.mark.slow
-def test_every_kind_of_processor_has_compiled_files_of_its_own(copied):
-    """A home that several machines share: code for one would be an illegal instruction on another."""
+def test_each_processor_type_has_its_own_cached_code(copied):
+    """As in a home directory that machines share, where another CPU's code may have illegal instructions."""
     _, environment = copied
     plain = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
     for target in ({**environment, **plain}, environment):
@@ -105,8 +105,8 @@ def test_every_kind_of_processor_has_compiled_files_of_its_own(copied):
         assert hits_misses_folder(target)[:2] == (1, 0)
 
 
-def test_processes_that_compile_at_once_do_not_file_their_code_under_each_others_name(tmp_path):
-    """The second saves all of its own while the first, which knows of nothing saved yet either, is at it."""
+def test_concurrent_compilations_do_not_mix_up_cached_code(tmp_path):
+    """The second process saves while the first, which has also seen an empty index, is saving."""
     first, second, later = (_Files(str(tmp_path), "kernel", "stamp") for _ in range(3))
     write, second._load_index = first._save_data, dict
 
@@ -121,7 +121,7 @@ def test_processes_that_compile_at_once_do_not_file_their_code_under_each_others
     assert later.load(("float32", "znver5")) is None
 
 
-def test_the_hash_covers_every_file_and_its_name(tmp_path):
+def test_the_hash_depends_on_every_file_and_its_name(tmp_path):
     (tmp_path / "room").mkdir()
     (tmp_path / "a.py").write_text("x")
     found = [source_hash([tmp_path])]
@@ -134,7 +134,7 @@ def test_the_hash_covers_every_file_and_its_name(tmp_path):
     assert len({*found}) == 4
 
 
-def test_kernels_are_made_of_nothing_that_the_hash_does_not_cover():
+def test_kernels_import_only_sources_that_the_hash_covers():
     named = set()
     for file in (PACKAGE / "kernels" / "cpu").glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -143,11 +143,11 @@ def test_kernels_are_made_of_nothing_that_the_hash_does_not_cover():
             elif isinstance(node, ast.Import):
                 named |= {alias.name for alias in node.names}
     named = {name.removeprefix("halfstep.").replace(".", "/") for name in named if name.startswith("halfstep.")}
-    around = {"errors", "kernels/operator"}  # what calls kernels
+    around = {"errors", "kernels/operator"}  # they call kernels
     assert {name for name in named if not name.startswith(SOURCES)} <= around
 
 
-def test_folders_long_unused_are_forgotten(tmp_path):
+def test_old_cache_folders_are_removed(tmp_path):
     for day in range(5):
         (tmp_path / f"kernels-{day}").mkdir()
         os.utime(tmp_path / f"kernels-{day}", (day, day))
@@ -156,15 +156,15 @@ def test_folders_long_unused_are_forgotten(tmp_path):
     assert {folder.name for folder in tmp_path.iterdir()} == {"kernels-3", "kernels-4", "other"}
 
 
-def test_how_much_is_kept_counts_compiled_code_alone(tmp_path):
+def test_cached_code_counts_only_compiled_files(tmp_path):
     for folder, name in (("kernels-1", "a.nbc"), ("kernels-2", "a.nbi"), ("kernels-2", "a.txt"), ("other", "a.nbc")):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / name).write_bytes(bytes(3 << 20))
     assert cached_code(tmp_path) == f"6 MiB in 2 folders (at most 8) of {tmp_path}"
 
 
-def test_a_part_that_an_inlined_one_calls_is_not_inlined():
-    """numba hands the wish to be inlined on: a loop would lose its own width of registers."""
+def test_a_function_called_by_an_inlined_one_is_not_inlined():
+    """numba passes the inline attribute on, which would change the vector width of a loop."""
 
     @inner
     def part(x):
@@ -207,14 +207,14 @@ print("fine")
 """
 
 
-@pytest.mark.slow  # it compiles in a process of its own
-def test_a_data_loaders_worker_may_round_after_its_parent_did():
+@pytest.mark.slow  # compiles in another process
+def test_a_forked_data_loader_worker_can_round():
     result = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120)
     assert result.stdout.strip() == "fine", result.stderr
 
 
 @pytest.mark.cpu
-def test_this_run_has_the_threads_that_it_was_told(request):
+def test_the_threads_option_sets_the_threads_of_torch_and_numba(request):
     threads = request.config.getoption("threads")
     assert torch.get_num_threads() == threads
     x = torch.full((4 * CHUNK,), 3.3)
@@ -224,7 +224,7 @@ def test_this_run_has_the_threads_that_it_was_told(request):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_torchs_number_of_threads_is_used_and_left_as_it_is(threads):
+def test_torchs_number_of_threads_is_used_and_unchanged(threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

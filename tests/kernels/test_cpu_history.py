@@ -1,4 +1,4 @@
-"""The kernel that moves states of delayed scaling on a CPU: `Delayed.advance`, to the bit."""
+"""The CPU kernel that advances delayed scaling states equals `Delayed.advance`, bit for bit."""
 
 from dataclasses import replace
 
@@ -20,8 +20,8 @@ RULES = [
 ]
 
 
-def some(rule, count=40):
-    """States as they may be: in the middle of their warm-up, with zeros, and with what is not finite."""
+def sample_states(rule, count=40):
+    """States in all situations: during warm-up, with zeros, and with nonfinite amaxes."""
     generator = torch.Generator().manual_seed(0)
     states = torch.rand(count, 1 + rule.history, generator=generator) * 10.0 ** torch.randint(-42, 38, (count, 1))
     states[torch.rand(states.shape, generator=generator) < 0.3] = 0.0
@@ -35,8 +35,8 @@ def some(rule, count=40):
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("element", [E4M3, E5M2], ids=str)
-def test_states_move_as_the_rule_moves_them(rule, element):
-    given = some(rule)
+def test_advanced_states_equal_the_rules(rule, element):
+    given = sample_states(rule)
     wanted = given.clone()
     rule.advance(wanted, element)
     own = [row.clone() for row in given]
@@ -46,10 +46,10 @@ def test_states_move_as_the_rule_moves_them(rule, element):
     before = torch.stack(own)
     kernel.advance(torch.tensor(1.0))
     before[:, 1] = 0.0
-    assert torch.equal(torch.stack(own), before), "a skipped step forgets its amaxes alone"
+    assert torch.equal(torch.stack(own), before), "a skipped step clears only its amaxes"
 
 
-def test_states_that_were_replaced_are_found_again():
+def test_replaced_state_tensors_are_noticed():
     own = [torch.zeros(1 + delayed.history) for _ in range(3)]
     kernel = history_kernel([(own, delayed, E4M3)])
     own[1].set_(torch.zeros(1 + delayed.history))
@@ -59,7 +59,7 @@ def test_states_that_were_replaced_are_found_again():
     assert [state[0].item() for state in own] == [224.0] * 3
 
 
-def test_other_rules_and_other_memory_have_no_kernel():
+def test_unsupported_rules_dtypes_and_devices_have_no_kernel():
     state = delayed.init()
     assert history_kernel([]) is None
     assert history_kernel([([state], replace(delayed, margin=1), E4M3)]) is None

@@ -1,4 +1,4 @@
-"""What is kept beside a weight follows it: the kernel as torch does, and never what an update left."""
+"""Masters follow overwritten weights: the CPU kernel equals torch's operations, and keeps what an update left."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ every_case = pytest.mark.parametrize(("kind", "dtype"), CASES)
 
 
 def pairs(kind, dtype, count=1 << 16, seed=0):
-    """Every weight, beside anything; a half of them beside what may well be theirs."""
+    """All weights, half of them with arbitrary master parts, half with plausible ones."""
     generator = torch.Generator().manual_seed(seed)
     weight = every_16_bit_value(dtype).repeat(-(-count // 65536))[:count].clone()
     bits = torch.randint(-(2**31), 2**31, (count,), generator=generator, dtype=torch.int64).to(torch.int32)
@@ -35,7 +35,7 @@ def pairs(kind, dtype, count=1 << 16, seed=0):
 
 @every_case
 @pytest.mark.parametrize("count", [0, 1, 7, 65536, 2 * 65536 + 5])
-def test_the_kernel_is_the_reference(kind, dtype, count):
+def test_the_kernel_equals_the_reference(kind, dtype, count):
     master = get_master(kind)
     weight, kept = pairs(kind, dtype, count)
     expected = copied(kept)
@@ -58,8 +58,9 @@ def finite(tensors):
 @every_case
 @pytest.mark.parametrize("scale", [2.0**-137, 2.0**-125, 2.0**-20, 1.0, 2.0**100])
 @pytest.mark.parametrize("ratio", [2.0**-12, 2.0**-8, 1.0, 2.0**8])
-def test_what_an_update_left_is_never_dropped(kind, dtype, scale, ratio):
-    """Weights that pass zero leave more than half an ulp in a sum of two, and fresh ones round to another weight."""
+def test_following_unchanged_weights_keeps_their_masters(kind, dtype, scale, ratio):
+    """Weights that cross zero leave more than half an ulp in the second part, and fresh masters round to another
+    weight."""
     if dtype == torch.float16 and not 2.0**-25 < scale < 2:
         pytest.skip("beyond fp16")
     master, generator = get_master(kind), torch.Generator().manual_seed(3)
@@ -75,8 +76,8 @@ def test_what_an_update_left_is_never_dropped(kind, dtype, scale, ratio):
 
 
 @pytest.mark.parametrize("kind", ["kahan", "collage"])
-def test_every_rest_beside_some_weights(kind):
-    """`tests/exhaustive/pairs.py` tries them all."""
+def test_every_residual_of_some_weights_is_kept(kind):
+    """`tests/exhaustive/pairs.py` tests all weights."""
     ((name, _),) = get_master(kind).keeps.items()
     every = every_16_bit_value(torch.bfloat16)
     every = every[every.isfinite()]
@@ -90,7 +91,7 @@ def test_every_rest_beside_some_weights(kind):
         same_bits(kept[name][sound], rest[sound])
 
 
-def test_what_it_does_not_support_goes_by_torch():
+def test_unsupported_masters_use_torch():
     master = get_master("fp32")
     weight = torch.zeros(4, 3).bfloat16().t()
     kept = {"master": torch.ones(3, 4)}

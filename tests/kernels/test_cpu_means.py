@@ -1,4 +1,4 @@
-"""The mean of messages of codes, against the reference: decoded, summed in order and encoded by torch's operations."""
+"""The CPU kernel for means of coded messages equals the reference: decoded, summed in order and encoded by torch."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from oracles.numbers import same_bits
 
 SIZE = CHUNK + 3 * 128
 AT = 16 * (SIZE // 16 + 1)
-"""Where scales begin: behind the codes, and a gap."""
+"""The offset of the scales: after the codes and a gap."""
 TILES = {"float8_e4m3fn": 128, "float8_e5m2": 64, "float4_e2m1fn": 32, "float6_e3m2fn": 32, "int8": 16}
 
 
@@ -23,7 +23,7 @@ def quantizer_of(name):
 
 
 def values(count):
-    """Rows that are hard to round, of different magnitudes, with blocks of zeros and with elements that are lost."""
+    """Rows with special values of different magnitudes, with zero blocks and with NaN and infinity."""
     generator = torch.Generator().manual_seed(0)
     found = torch.stack([hard(512).flatten().roll(512 * rank)[:SIZE] for rank in range(count)])
     found = torch.where(found.abs() < 1e38, found, 1.0) * torch.exp(8 * torch.randn(count, SIZE, generator=generator))
@@ -33,16 +33,16 @@ def values(count):
 
 
 def message(x, quantizer):
-    """Its codes, and scales behind them, as bytes."""
+    """The codes of x followed by the scales, as bytes, and the decoded values."""
     made, found = quantizer.quantize(x[None]), torch.full((AT + SIZE // quantizer.scales.tile.columns,), 7).byte()
     codes = made.tensors["codes"].view(-1).view(torch.uint8)
     found[: len(codes)], found[AT:] = codes, made.tensors["scale"].view(-1)
     return found, made.dequantize(torch.float32)[0]
 
 
-@pytest.mark.slow  # of more kinds than test_mean.py, which compiles kernels of two
+@pytest.mark.slow  # more formats than test_mean.py, which compiles kernels for two
 @pytest.mark.parametrize("name", TILES)
-def test_means_are_the_references(name):
+def test_means_equal_the_reference(name):
     quantizer = quantizer_of(name)
     for count in (1, 2, 3, 8):
         made = [message(x, quantizer) for x in values(count)]
@@ -62,10 +62,10 @@ def test_means_are_the_references(name):
         same_bits(again, total)
 
 
-def test_what_the_kernel_leaves_to_torch():
+def test_unsupported_messages_are_refused():
     known, messages = quantizer_of("float8_e4m3fn"), torch.zeros(2, AT + 200, dtype=torch.uint8)
     absmax = Quantizer(known.format, scales=Scales(Tile(1, 128), get_scaling("absmax")))
-    assert not kernel.run(messages, absmax, SIZE, AT, None, None)  # whose scales are no powers of two
+    assert not kernel.run(messages, absmax, SIZE, AT, None, None)  # its scales are not powers of two
     assert not kernel.run(messages, known, SIZE + 1, AT, None, None)
     assert not kernel.run(messages[:, ::2], known, SIZE, AT, None, None)
     assert not kernel.run(messages.to("meta"), known, SIZE, AT, None, None)

@@ -1,4 +1,4 @@
-"""The noise in lanes is that of the reference, and as noise it is good enough to round with."""
+"""The noise for stochastic rounding: vector lanes equal the reference, and its statistics are good enough."""
 
 import math
 
@@ -35,24 +35,24 @@ def test_lanes_equal_the_reference(start, seed):
     assert torch.equal(torch.from_numpy(out.astype(np.int64)), noise_bits(seed, start, CHUNK))
 
 
-def test_kernels_work_in_chunks_of_the_noise():
+def test_the_kernels_chunk_size_is_the_noises():
     assert CHUNK == NOISE_CHUNK
 
 
-def test_the_noise_does_not_depend_on_where_it_is_cut():
+def test_noise_does_not_depend_on_the_start_of_a_slice():
     whole = noise_bits(3, 0, 3 * CHUNK)
     for start, count in ((0, 0), (CHUNK - 1, 2), (5, CHUNK), (2 * CHUNK, 7), (CHUNK // 2, 2 * CHUNK)):
         assert torch.equal(noise_bits(3, start, count), whole[start : start + count])
 
 
 def correlated(a, b):
-    """The largest correlation of two samples' top bits, bit against bit, in standard errors."""
+    """The largest correlation between any two of two samples' top bits, in standard errors."""
     one, two = ((x.unsqueeze(1) >> torch.arange(16, 32) & 1).double() - 0.5 for x in (a, b))
     return (one.T @ two).abs().max().item() * 4 / math.sqrt(len(a))
 
 
 SAMPLE = noise_bits(77, 0, 1 << 17)
-FIVE = 5.3  # standard errors: 256 pairs of bits are looked at
+THRESHOLD = 5.3  # standard errors, for 256 pairs of bits
 
 
 def test_bits_are_balanced():
@@ -69,17 +69,17 @@ def test_values_are_uniform():
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 16, 64, 1024, CHUNK])
 def test_neighbours_and_chunks_are_independent(lag):
-    assert correlated(SAMPLE[:-lag], SAMPLE[lag:]) < FIVE
+    assert correlated(SAMPLE[:-lag], SAMPLE[lag:]) < THRESHOLD
 
 
 @pytest.mark.quick("78", "9223372036854775885")
 @pytest.mark.parametrize("other", [76, 78, 77 ^ 1 << 20, 77 + (1 << 32), 77 + (1 << 63)])
 def test_seeds_are_independent(other):
-    assert correlated(SAMPLE, noise_bits(other, 0, len(SAMPLE))) < FIVE
+    assert correlated(SAMPLE, noise_bits(other, 0, len(SAMPLE))) < THRESHOLD
     for shift in (1, CHUNK):
-        assert correlated(SAMPLE[shift:], noise_bits(other, 0, len(SAMPLE) - shift)) < FIVE
+        assert correlated(SAMPLE[shift:], noise_bits(other, 0, len(SAMPLE) - shift)) < THRESHOLD
 
 
-def test_no_two_chunks_of_small_seeds_share_their_noise():
+def test_chunks_of_small_seeds_have_different_noise():
     first = torch.stack([noise_bits(seed, 0, 16 * CHUNK)[::CHUNK] for seed in range(16)])
     assert len(first.unique()) == first.numel()

@@ -1,4 +1,4 @@
-"""torch.compile sees one opaque operator, whose results are the eager ones."""
+"""torch.compile sees each kernel as one opaque operator, with the eager results."""
 
 import itertools
 
@@ -24,7 +24,8 @@ THIRDS = Codebook("thirds", (-1.0, -1 / 3, 1 / 3, 1.0), source="made up")
 
 @pytest.fixture(autouse=True)
 def _anew():
-    torch.compiler.reset()  # one code object is compiled for many formats here
+    """Reset torch.compile, since one code object is compiled for many formats here."""
+    torch.compiler.reset()
 
 
 FORMATS = ["e4m3fn", "posit8_2", "fp32", "int8", "e8m0", formats.get("nf4"), OWN, THIRDS]
@@ -36,7 +37,7 @@ BACKENDS = ["aot_eager", "eager"]
     slow_unless(in_turn(FORMATS, BACKENDS).__contains__, itertools.product(FORMATS, BACKENDS)),
     ids=str,
 )
-def test_scalar_formats_in_one_graph(format, backend):
+def test_scalar_formats_compile_to_one_graph(format, backend):
     def step(x):
         return halfstep.round_to(x * 2, format, "toward_zero") + 1
 
@@ -45,7 +46,7 @@ def test_scalar_formats_in_one_graph(format, backend):
 
 @pytest.mark.quick("nf4", "uint4_64")
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "nf4", "fp8_128x128", "int8_row", "llm_int8", "uint4_64"])
-def test_block_formats_in_one_graph(format):
+def test_block_formats_compile_to_one_graph(format):
     quantizer = halfstep.get_quantizer(format)
 
     def step(x):
@@ -54,14 +55,14 @@ def test_block_formats_in_one_graph(format):
     same_bits(torch.compile(step, fullgraph=True, backend="aot_eager")(X), step(X))
 
 
-def test_a_block_formats_name_in_one_graph():
+def test_a_block_formats_name_compiles_to_one_graph():
     def step(x):
         return halfstep.round_to(x * 2, "mxfp4", scale="even", dtype=torch.bfloat16) + 1
 
     same_bits(torch.compile(step, fullgraph=True, backend="aot_eager")(X), step(X))
 
 
-def test_an_own_block_format_in_one_graph():
+def test_a_custom_block_format_compiles_to_one_graph():
     quantizer = Quantizer(THIRDS, scales=Scales(Tile(1, 8), get_scaling("absmax")))
 
     def step(x):
@@ -72,14 +73,14 @@ def test_an_own_block_format_in_one_graph():
 
 @pytest.mark.quick("9223372036854775813")
 @pytest.mark.parametrize("seed", [5, 2**63 + 5, 2**64 - 1])
-def test_a_seed_is_the_same_compiled(seed):
+def test_seeded_stochastic_rounding_compiled_equals_eager(seed):
     def step(x):
         return halfstep.round_to(x, "e4m3fn", "stochastic", generator=seed)
 
     same_bits(torch.compile(step, fullgraph=True, backend="aot_eager")(X), step(X))
 
 
-def test_unseeded_stochastic_rounding_draws_anew():
+def test_unseeded_stochastic_rounding_compiled_draws_from_the_generator():
     def step(x):
         return halfstep.round_to(x, "e4m3fn", "stochastic")
 
@@ -92,7 +93,7 @@ def test_unseeded_stochastic_rounding_draws_anew():
     same_bits(step(X), first)
 
 
-def test_keys_hold_the_numbers():
+def test_format_keys_restore_the_format():
     for name in formats.names():
         format = formats.get(name)
         twin = formats.from_key(format.key)

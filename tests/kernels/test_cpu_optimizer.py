@@ -1,4 +1,4 @@
-"""The fused step of every rule is its formula on torch tensors bit for bit, for every storage, size and option."""
+"""The fused CPU step of every rule equals its formula on torch tensors, for every storage, size and option."""
 
 import subprocess
 import sys
@@ -42,9 +42,9 @@ OF_EVERY_KIND = [
     ("fp32", None, "fp32"), ("bf16", None, "fp32"), ("bf16", None, "bf16"), ("fp16", None, "fp16"),
     ("bf16", "fp32", "fp32"), ("fp16", "fp32", "bf16"),
 ]  # fmt: skip
-"""Weights, master and moments of kernels that are compiled in the fast tests; so are sums of two numbers."""
+"""(weights, master, moments) that the fast tests compile, besides storages with residuals."""
 WITH_L2 = [("fp32", None, "fp32"), ("bf16", "fp32", "fp32"), ("bf16", "collage", "bf16")]
-"""Of these, kernels that add weight decay to the gradient too: others than those that do not."""
+"""Those also tested with L2 weight decay, which is another kernel."""
 
 
 def name_of(storage):
@@ -72,7 +72,7 @@ MIXED = {"weights": "bf16", "master": "fp32", "moments": "bf16", "update_roundin
 
 
 def pair(storage, weight, torch_class=torch.optim.AdamW, **options):
-    """Two optimizers over equal weights: with the kernel, and without."""
+    """Two optimizers over equal weights: fused, and by the reference."""
     both = []
     for fused in (True, False):
         parameter = torch.nn.Parameter(weight.to(DTYPES[storage["weights"]], copy=True))
@@ -108,7 +108,7 @@ GROUP = {"lr": 0.03, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
 
 
 def run(weight, master, kept, grad, moments, seed, scale=1.0):
-    """The fourth update of AdamW."""
+    """Run the kernel for AdamW's fourth update."""
     rounding = "nearest_even" if seed is None or weight.dtype != torch.bfloat16 else "stochastic"
     numbers = adamw.numbers(4, GROUP, scale)
     assert kernel.prepare(names_of(numbers.program), weight, master, kept, grad, moments, rounding)(grad, numbers, seed)
@@ -131,14 +131,14 @@ def named(weight, master, grad, first, second):
 
 @every_storage
 @for_each("shape", [(0,), (0, 3), (), (1,), (7,), (13, 5), (CHUNK - 1,), (CHUNK,), (CHUNK + 1,)])
-def test_every_storage_and_size(storage, shape):
+def test_every_storage_and_size_equals_the_reference(storage, shape):
     generator = torch.Generator().manual_seed(1)
     grads = [torch.randn(shape, generator=generator) * 10.0**-k for k in range(3)]
     assert_equal_steps(storage, torch.randn(shape, generator=generator), grads, weight_decay=0.1)
 
 
 @every_storage
-def test_several_chunks_in_parallel(storage):
+def test_several_chunks_equal_the_reference(storage):
     generator = torch.Generator().manual_seed(2)
     grads = [torch.randn(3 * CHUNK + 5, generator=generator) for _ in range(2)]
     assert_equal_steps(storage, torch.randn(3 * CHUNK + 5, generator=generator), grads)
@@ -146,8 +146,8 @@ def test_several_chunks_in_parallel(storage):
 
 @every_storage
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_16_bit_gradient_and_weight(storage, dtype):
-    """NaN, infinities and subnormals among them, as gradients and as weights."""
+def test_16_bit_gradients_and_weights_equal_the_reference(storage, dtype):
+    """NaN, infinities and subnormals included."""
     special = every_16_bit_value(dtype)[::13].float()
     ordinary = torch.linspace(-1, 1, special.numel())
     assert_equal_steps(storage, ordinary, [special, ordinary])
@@ -157,7 +157,7 @@ def test_every_16_bit_gradient_and_weight(storage, dtype):
 @every_storage
 @pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
 def test_nan_of_any_payload_stays_nan(storage, moment):
-    """Rounding a NaN whose payload is all ones up would make a zero of it, dropping the lower half an infinity."""
+    """Rounding up a NaN whose payload is all ones would give zero, and dropping the lower half of others infinity."""
     codes = [0x7FFFFFFF, 0x7FFF8001, 0x7FC00000, 0x7F800001, -1, -0x7FFFFF]
     nans = torch.tensor(codes, dtype=torch.int32).view(torch.float32)
     (fused, w), (reference, v) = pair(storage, torch.ones(len(codes)), weight_decay=0.1)
@@ -165,19 +165,19 @@ def test_nan_of_any_payload_stays_nan(storage, moment):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         stored = optimizer.state[parameter][moment]
-        upper = nans.view(torch.int16)[1::2]  # truncated: a NaN or an infinity
+        upper = nans.view(torch.int16)[1::2]  # truncated: NaN or infinity
         stored.copy_(nans) if stored.dtype != torch.bfloat16 else stored.copy_(upper.view(torch.bfloat16))
         optimizer.step()
     same_bits(w.detach(), v.detach())
     for name, state in fused.state[w].items():
         same_bits(state, reference.state[v][name])
-    if storage["master"] not in ("split", "residue"):  # whose parts add up to the NaN, with a carry between them
+    if storage["master"] not in ("split", "residue"):  # their parts add up to the NaN, with a carry between them
         assert w[:3].isnan().all()
 
 
 @every_storage_and_class
 @for_each("options", [{"weight_decay": 0.1}, {"maximize": True}, {"betas": (0.0, 0.5)}, {"eps": 0.0, "lr": 1.0}])
-def test_options(storage, torch_class, options):
+def test_options_equal_the_reference(storage, torch_class, options):
     grads = [torch.randn(100), torch.zeros(100), torch.randn(100)]
     assert_equal_steps(storage, torch.randn(100), grads, torch_class, scale=3.0, **options)
 
@@ -203,8 +203,8 @@ IN_TURN = [("nesterov", "bf16-master"), ("nadam", "bf16-stochastic"), ("centered
 @pytest.mark.parametrize(
     ("name", "recipe"), slow_unless(IN_TURN.__contains__, product(OTHERS, RECIPES)), ids=lambda value: value
 )
-def test_every_rule_under_every_recipe(name, recipe):
-    """Three steps of a tensor of some blocks and a rest, one with infinities; and it is the kernel that takes them."""
+def test_every_rule_under_every_recipe_equals_the_reference(name, recipe):
+    """Three steps of a tensor of several blocks and a rest, one step with infinities; and the kernel does run."""
     torch_class, options = OTHERS[name]
     generator, found = torch.Generator().manual_seed(3), []
     weight = torch.randn(4, 512, generator=generator)
@@ -235,9 +235,9 @@ ODD = [
     ("bf16", "fp32", "fp32"), ("bf16", "split", "fp32"), ("bf16", "residue", "fp32"), ("bf16", "kahan", "fp32"),
     ("bf16", "collage", "bf16"),
 ]  # fmt: skip
-"""Weights, masters and moments that the slow test takes norms of, beside numbers alone."""
+"""(weights, master, moments) with a master or residual whose norms the slow test computes."""
 IN_FEW = {(1, ("fp32", None, "fp32")), (2, ("fp32", None, "fp32")), (1, ("bf16", "kahan", "fp32"))}
-"""Threads, and those that the quick test takes."""
+"""(threads, storage) of the fast test."""
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,8 @@ IN_FEW = {(1, ("fp32", None, "fp32")), (2, ("fp32", None, "fp32")), (1, ("bf16",
     ids=lambda one: str(one) if isinstance(one, int) else name_of(one),
 )
 @for_each("size", LENGTHS)
-def test_norms_are_the_references_of_any_size_and_on_any_threads(threads, storage, size):
-    """Of more blocks than are halved at once, of blocks with a rest, and of none."""
+def test_norms_of_any_size_and_number_of_threads_equal_the_reference(threads, storage, size):
+    """Of more blocks than one halving takes, of blocks with a rest, and of no block."""
     generator = torch.Generator().manual_seed(4)
     grads = [torch.randn(size, generator=generator) * 10.0**-k for k in range(2)]
     before = torch.get_num_threads()
@@ -263,14 +263,14 @@ def test_norms_are_the_references_of_any_size_and_on_any_threads(threads, storag
 
 @for_each("weight", [torch.zeros(100), torch.full((100,), 1e30), torch.full((100,), 1e-40)], ids=lambda w: str(w[0]))
 @pytest.mark.parametrize("grads", [[0.0, 1.0], [torch.inf, 1.0], [torch.nan, 1.0], [1e-30, 1e25]], ids=str)
-def test_norms_of_zeros_and_of_what_is_not_finite(weight, grads):
-    """Of gradients of zeros the direction is none."""
+def test_norms_of_zero_and_nonfinite_tensors_equal_the_reference(weight, grads):
+    """Zero gradients have no direction."""
     grads = [torch.cat([torch.zeros(50), torch.full((50,), grad)]) for grad in grads]
     assert_equal_steps(STORAGES[0], weight, grads, Lamb)
 
 
 @every_storage
-def test_it_moves(storage):
+def test_a_step_changes_the_weight(storage):
     weight = torch.randn(100)
     moved, state = assert_equal_steps(storage, weight, [torch.ones(100)], lr=0.5)
     assert ((weight - moved.float()) > 0.4).all()
@@ -279,8 +279,8 @@ def test_it_moves(storage):
     )
 
 
-def test_it_is_the_equation():
-    """`run` beside the formula itself, with none of the optimizer between."""
+def test_the_kernel_equals_the_formula():
+    """Without an optimizer in between."""
     weight, _, grad, first, second = run_arguments(1000, torch.float32)
     first, second = torch.randn(1000), torch.rand(1000)
     expected, moments = adamw.update(weight, grad * 0.5, {"exp_avg": first, "exp_avg_sq": second}, 4, GROUP)
@@ -292,14 +292,14 @@ def test_it_is_the_equation():
 
 @numba.njit
 def one_chunk(rows, like, numbers, seed, chunk, size):
-    """What only kernels call has no way in from Python."""
+    """A Python-callable wrapper of a function that only kernels call."""
     rule, grad, weight, kept, moments = placed(like, rows, 0)
     step_chunk(rule, weight, kept, grad, moments, numbers, chunk_keys(seed, chunk), 0, 0, size)
 
 
 @pytest.mark.parametrize("start", [0, 2**32 - CHUNK, 2**32, 5 * 2**32 + 3 * CHUNK, 2**46])
 @pytest.mark.parametrize("seed", [0, 12345, 2**64 - 1])
-def test_noise_is_that_of_the_reference_at_any_index(start, seed):
+def test_noise_equals_the_reference_at_any_index(start, seed):
     """One chunk of a tensor of more than 2^32 elements, without the tensor."""
     n = 1000
     gradient, stored = torch.randn(n), torch.zeros(n, dtype=torch.bfloat16)
@@ -313,7 +313,7 @@ def test_noise_is_that_of_the_reference_at_any_index(start, seed):
     same_bits(stored.float(), expected)
 
 
-def test_stochastic_is_round_to_with_the_same_seed():
+def test_stochastic_rounding_equals_round_to_with_the_same_seed():
     weight, _, grad, first, second = run_arguments(CHUNK + 100)
     wide, moments = adamw.update(weight.float(), grad.float(), {"exp_avg": first, "exp_avg_sq": second}, 4, GROUP)
     run(*named(weight, None, grad, first, second), 99)
@@ -321,7 +321,7 @@ def test_stochastic_is_round_to_with_the_same_seed():
     same_bits(first, moments["exp_avg"])
 
 
-def test_supports_what_it_can_do():
+def test_prepare_accepts_supported_tensors():
     plain = named(*run_arguments())
     assert prepared(*plain, "nearest_even")
     assert prepared(*plain, "stochastic")
@@ -347,13 +347,13 @@ class Subclass(torch.Tensor):
         ({2: torch.zeros(64).as_subclass(Subclass)}, "nearest_even"),
     ],
 )
-def test_supports_refuses_the_rest(change, rounding):
+def test_prepare_refuses_unsupported_tensors(change, rounding):
     tensors = [change.get(i, tensor) for i, tensor in enumerate(run_arguments())]
     assert not prepared(*named(*tensors), rounding)
 
 
-def test_what_it_refuses_is_updated_by_the_reference():
-    """A transposed weight and an expanded gradient move like their contiguous copies."""
+def test_unsupported_tensors_are_updated_by_the_reference():
+    """A transposed weight and an expanded gradient give the result of contiguous ones."""
     results = []
     for weight in (torch.arange(12.0).view(3, 4).t(), torch.arange(12.0).view(3, 4).t().contiguous()):
         parameter = torch.nn.Parameter(weight)
@@ -382,14 +382,14 @@ print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-@pytest.mark.slow  # the fast one is the data loader's, in test_cpu_compiled.py
-def test_a_forked_child_may_step_too():
-    """GNU OpenMP aborts a child that starts threads after its parent did."""
+@pytest.mark.slow  # the fast test is that of the data loader, in test_cpu_compiled.py
+def test_a_forked_child_can_step():
+    """GNU OpenMP aborts a child that starts threads after its parent has."""
     result = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=120)
     assert result.stdout.strip() == "child 0", result.stderr
 
 
-def test_the_reference_does_not_depend_on_length():
+def test_the_references_root_does_not_depend_on_length():
     """torch's float32 square root does on CPUs, where long tensors take another path than short ones."""
     numbers = torch.rand(4000)
     whole = root(numbers)
@@ -400,7 +400,7 @@ def test_the_reference_does_not_depend_on_length():
 
 @pytest.mark.quick("1")
 @pytest.mark.parametrize("threads", [1, 2])
-def test_torchs_number_of_threads_is_used_and_left_as_it_is(threads):
+def test_torchs_number_of_threads_is_used_and_unchanged(threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -1,4 +1,4 @@
-"""Rounding to posits by kernel is the reference, bit for bit."""
+"""The CPU kernel for posits equals the reference, bit for bit."""
 
 import itertools
 
@@ -20,7 +20,7 @@ every_posit = pytest.mark.parametrize("name", NAMES)
 @pytest.mark.quick("dtype0-posit8_1", "dtype0-posit8_2", "dtype0-posit3_0")
 @every_posit
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values(name, dtype):
+def test_posit_values_equal_the_reference(name, dtype):
     format = formats.get(name)
     x = inputs(format, dtype)
     out = torch.empty_like(x)
@@ -38,7 +38,7 @@ def test_values(name, dtype):
         itertools.product(NAMES, [torch.float32, torch.bfloat16, torch.float16]),
     ),
 )
-def test_codes(name, dtype):
+def test_posit_codes_equal_the_reference(name, dtype):
     format = formats.get(name)
     x = inputs(format, dtype)
     out = torch.empty(x.shape, dtype=CONTAINERS[format.storage_bits])
@@ -46,7 +46,7 @@ def test_codes(name, dtype):
     assert torch.equal(out.long(), encode(x, format).long())
 
 
-def test_narrower_tensors():
+def test_posits_in_16_bit_tensors_equal_the_reference():
     x = inputs(formats.get("posit8_2"), torch.float32)
     for name, dtype in (("posit8_2", torch.bfloat16), ("posit8_0", torch.float16)):
         out = torch.empty(x.shape, dtype=dtype)
@@ -54,7 +54,7 @@ def test_narrower_tensors():
         same_bits(out, round_to(x, name, dtype=dtype))
 
 
-def test_refuses_what_is_not_exact_in_float32():
+def test_posits_that_are_inexact_in_the_output_are_refused():
     x = torch.zeros(3)
     for name in ("posit32_2", "posit8_5", "e4m3fn"):
         assert not kernel.run(x, torch.zeros(3), formats.get(name), "nearest_even")

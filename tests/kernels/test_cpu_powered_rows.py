@@ -1,4 +1,4 @@
-"""Rows that share a power of two, and those of a transposed view: the reference, bit for bit."""
+"""The CPU kernels for rows with power-of-two scales, and for such rows of a transposed view, equal the reference."""
 
 import itertools
 
@@ -20,7 +20,7 @@ from oracles.numbers import same_bits
 FORMATS = ("e4m3fn", "e5m2", "e4m3fnuz", "e2m1fn", "e3m2fn", "ocp_int8", "uint4")
 DTYPES = (torch.float32, torch.bfloat16)
 OTHERS = ("e4m3fnuz", "ocp_int8", "uint4")
-"""Another kernel rounds these. Both are compiled anew for each dtype that is read, and each that is written."""
+"""Formats of another kernel; each input and output dtype is another compilation."""
 
 
 def by_rows(name="e4m3fn", rule="rceil", rounding="nearest_even"):
@@ -28,7 +28,8 @@ def by_rows(name="e4m3fn", rule="rceil", rounding="nearest_even"):
 
 
 def assert_rounds(x, quantizer, dtypes=DTYPES):
-    """Of the matrix and of a transposed view: the reference's values, and what both say of small ones."""
+    """The matrix and its transposed view give the reference's values, and agree on whether some are subnormal in
+    bf16."""
     expected = quantizer.quantize(x)
     for dtype in dtypes:
         along, across = torch.full(x.shape, 7.0, dtype=dtype), torch.full(x.shape, 7.0, dtype=dtype)
@@ -48,20 +49,20 @@ def assert_rounds(x, quantizer, dtypes=DTYPES):
     slow_unless(lambda case: case[0] not in OTHERS, itertools.product(FORMATS, DTYPES, DTYPES)),
 )
 @for_each("rule", ["rceil", "floor"])
-def test_every_kind_of_format(name, rule, dtype, into):
+def test_every_kind_of_format_equals_the_reference(name, rule, dtype, into):
     drawn = torch.randn(17, 512, generator=torch.Generator().manual_seed(1))
     assert_rounds(hard(512, dtype), by_rows(name, rule), [into])
     assert not assert_rounds(drawn.to(dtype), by_rows(name), [into])
 
 
 @for_each("shape", [(1, 32), (31, 64), (17, 1056), (129, 544), (300, 96), (5, 1), (7, 33), (1, 1)])
-def test_shapes(shape):
-    """A part of a register; a rest of rows, of columns, of what a thread takes."""
+def test_odd_shapes_equal_the_reference(shape):
+    """A partial register; a rest of rows, of columns, of a thread's part."""
     assert not assert_rounds(torch.randn(shape, generator=torch.Generator().manual_seed(2)), by_rows())
 
 
 @pytest.mark.parametrize("exponents", EXPONENTS)
-def test_every_scale(exponents):
+def test_every_power_of_two_scale_equals_the_reference(exponents):
     @for_each("exponent", exponents)
     def check(exponent):
         x = torch.randn(40, 32, generator=torch.Generator().manual_seed(exponent + 149))
@@ -75,12 +76,12 @@ def test_every_scale(exponents):
     check()
 
 
-def test_the_largest_number_stays_finite():
+def test_the_largest_float32_is_rounded_like_the_reference():
     x = torch.full((2, 32), torch.finfo(torch.float32).max)
     assert_rounds(x, by_rows("e5m2"))
 
 
-def test_zeros_keep_their_sign_and_lost_rows_are_nan():
+def test_zeros_keep_their_sign_and_nonfinite_rows_are_nan():
     x = torch.ones(5, 64)
     x[1], x[2], x[3, 7], x[4, 9] = 0.0, -0.0, torch.nan, torch.inf
     assert not assert_rounds(x, by_rows())
@@ -92,8 +93,8 @@ def test_zeros_keep_their_sign_and_lost_rows_are_nan():
 
 
 @for_each("name", ["e4m3fn", "e5m2", "e2m1fn"])
-def test_equals_the_kernel_of_tiles(name):
-    """What rounded such rows before there was a kernel for them."""
+def test_the_row_kernel_equals_the_tile_kernel(name):
+    """Before the row kernel, the tile kernel rounded such rows."""
     x, quantizer = hard(512).nan_to_num(1.0), by_rows(name)
     before, now = torch.empty(x.shape, dtype=torch.bfloat16), torch.empty(x.shape, dtype=torch.bfloat16)
     assert tiles.run(x, before, quantizer, None) is not None
@@ -101,21 +102,21 @@ def test_equals_the_kernel_of_tiles(name):
     same_bits(before, now)
 
 
-def test_a_traced_graph_rounds_alike():
+def test_a_traced_graph_equals_the_reference():
     quantizer, x = by_rows(), torch.randn(64, 40)
     for view in (lambda x: x, lambda x: x.t()):
         traced = torch.compile(lambda x, view=view: values(view(x), quantizer), backend="aot_eager", fullgraph=True)
         same_bits(traced(x), quantizer.quantize(view(x).contiguous()).dequantize())
 
 
-def test_views_of_other_kinds_are_copied():
+def test_other_views_are_copied_and_equal_the_reference():
     x = torch.randn(6, 64, 40)
     for view in (x[:, 3:], x.transpose(1, 2), x[0, :33].t(), x[0, :, ::2].t(), x[:1, :, :1].expand(6, 64, 32)):
         out, _ = values_noted(view, by_rows())
         same_bits(out, by_rows().quantize(view.contiguous()).dequantize())
 
 
-def test_refuses_what_it_does_not_know():
+def test_unsupported_calls_are_refused():
     x, out = torch.ones(64, 32), torch.empty(64, 32)
     assert kernel.run_values(x, out, by_rows(), None) is not None
     assert kernel.run_values(x[:0], out[:0], by_rows(), None) is None

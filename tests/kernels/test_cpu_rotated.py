@@ -1,4 +1,4 @@
-"""Random Hadamard transforms by kernel: the reference's float32 numbers, bit for bit."""
+"""The CPU kernel for random Hadamard transforms equals the reference's float32 values, bit for bit."""
 
 import itertools
 
@@ -22,12 +22,12 @@ def assert_rotates(x, signs, dim):
 
 
 @pytest.mark.parametrize(
-    ("size", "dim"),  # each is compiled anew
+    ("size", "dim"),  # each is another compilation
     slow_unless(lambda case: case[0] == 16, itertools.product(SIZES, (0, 1))),
 )
 @for_each("shape", SHAPES)
-def test_every_size_in_every_shape(size, shape, dim):
-    """Short blocks, parts of a register, more than a thread takes; three seeds."""
+def test_every_size_and_shape_equals_the_reference(size, shape, dim):
+    """Short blocks, partial registers, more than a thread's part; three seeds."""
     for seed in range(3):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         assert_rotates(x, Hadamard(size, seed).signs(), dim)
@@ -35,31 +35,31 @@ def test_every_size_in_every_shape(size, shape, dim):
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],  # compiled anew
+    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],  # another compilation
 )
 @for_each("dim", [0, 1, -1])
-def test_hard_numbers(dtype, dim):
-    """Zeros of both signs, subnormal numbers, sums beyond the largest, infinities and NaN."""
+def test_special_values_equal_the_reference(dtype, dim):
+    """Zeros of both signs, subnormals, sums that overflow, infinities and NaN."""
     assert_rotates(hard(512, dtype), Hadamard().signs(), dim)
     assert_rotates(hard(512, dtype)[:, :77].contiguous(), Hadamard().signs(), dim)
     assert_rotates(torch.full((40, 40), -0.0, dtype=dtype), Hadamard().signs(), dim)
 
 
-def test_more_dimensions_along_the_last():
+def test_higher_dimensional_tensors_equal_the_reference():
     assert_rotates(torch.randn(2, 3, 5, 40), Hadamard().signs(), -1)
     assert_rotates(torch.randn(40), Hadamard().signs(), 0)
 
 
 @for_each("view", [lambda x: x.t(), lambda x: x[::2, 1::3], lambda x: x[:1].expand(40, -1)])
 @for_each("dim", [0, 1])
-def test_layout_does_not_matter(view, dim):
+def test_strided_views_equal_the_reference(view, dim):
     x = view(hard(512))
     same_bits(rotate(x, Hadamard().signs(), dim), reference(x, Hadamard().signs(), dim))
 
 
 @pytest.mark.slow  # compiled in parallel: seconds for 0
 @pytest.mark.parametrize("dim", [0, 1])
-def test_two_threads_find_what_one_does(dim):
+def test_two_threads_give_the_values_of_one(dim):
     x, signs, found = torch.randn(300, 300), Hadamard().signs(), {}
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -67,7 +67,7 @@ def test_two_threads_find_what_one_does(dim):
     same_bits(found[1], found[2])
 
 
-def test_leaves_the_rest_to_the_reference():
+def test_unsupported_calls_use_the_reference():
     x, signs = torch.randn(32, 32), Hadamard().signs()
     assert kernel.run(x, signs, 1) is not None
     assert kernel.run(x.double(), signs, 1) is None

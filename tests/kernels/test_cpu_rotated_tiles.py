@@ -1,4 +1,4 @@
-"""Rotated and rounded in one pass: what the two steps one after another give, bit for bit."""
+"""The CPU kernel that rotates and rounds in one pass equals the two separate steps, bit for bit."""
 
 import itertools
 from dataclasses import replace
@@ -33,7 +33,7 @@ PRODUCTS = {
     "nearest along": (Quantizer(formats.get("e2m1fn"), scales=Scales(block(16), get_scaling("rceil"))), Hadamard(), 1),
 }
 every_product = pytest.mark.parametrize("name", slow_unless("nearest down".__ne__, PRODUCTS))
-"""Down columns the stochastic ones are fast tests, along rows that to the nearest too."""
+"""Fast tests: stochastic rounding down columns, and also rounding to nearest along rows."""
 
 
 def drawn(shape, seed=0):
@@ -42,7 +42,7 @@ def drawn(shape, seed=0):
 
 
 def assert_one_pass(x, name, monkeypatch, dtype=torch.bfloat16, expects=True):
-    """By the kernel, and as if there were none; the same numbers are drawn from torch's generator, too."""
+    """The kernel equals the two steps, and draws the same numbers from torch's generator."""
     quantizer, hadamard, dim = PRODUCTS[name]
     quantizer, signs = quantizer.down if dim == 0 else quantizer, hadamard.signs()
     torch.manual_seed(11)
@@ -55,7 +55,9 @@ def assert_one_pass(x, name, monkeypatch, dtype=torch.bfloat16, expects=True):
         expected = operand(x, quantizer, dtype, signs=signs, dim=dim)
         assert torch.equal(torch.rand(()), after)
     assert found.values.dtype == expected.values.dtype
-    assert found.values.stride() == expected.values.stride() or 1 in found.values.shape  # a product's sums depend on it
+    assert (
+        found.values.stride() == expected.values.stride() or 1 in found.values.shape
+    )  # the strides decide the order of a matmul's sums
     same_bits(found.values, expected.values)
     assert (found.scale is None) == (expected.scale is None)
     if found.scale is not None:
@@ -64,34 +66,34 @@ def assert_one_pass(x, name, monkeypatch, dtype=torch.bfloat16, expects=True):
 
 @pytest.mark.quick("nvfp4 gradient-dtype1")
 @pytest.mark.parametrize(
-    ("name", "dtype"),  # each is compiled anew
+    ("name", "dtype"),  # each is another compilation
     slow_unless(
         lambda case: case[0] in ("nvfp4 gradient", "mxfp4-rht along") and case[1] == torch.bfloat16,
         itertools.product(PRODUCTS, (torch.float32, torch.bfloat16)),
     ),
 )
 @for_each("shape", [(64, 128), (1, 1), (70, 33), (200, 530), (129, 700)])
-def test_every_shape(name, shape, dtype, monkeypatch):
-    """Short blocks, parts of a register, rests of what a thread takes; more than one chunk of noise."""
+def test_every_shape_equals_the_two_steps(name, shape, dtype, monkeypatch):
+    """Short blocks, partial registers, a rest of a thread's part; more than one chunk of noise."""
     assert_one_pass(drawn(shape).to(dtype), name, monkeypatch)
 
 
 @pytest.mark.slow  # recipes have them in bfloat16
-@pytest.mark.parametrize("name", slow_unless("nvfp4 gradient".__eq__, PRODUCTS))  # anew too
-def test_products_in_float32(name, monkeypatch):
+@pytest.mark.parametrize("name", slow_unless("nvfp4 gradient".__eq__, PRODUCTS))  # another compilation
+def test_float32_matmuls_equal_the_two_steps(name, monkeypatch):
     assert_one_pass(drawn((70, 50)), name, monkeypatch, torch.float32)
 
 
 @pytest.mark.quick("mxfp4-rht down", "nearest along")
 @every_product
 @for_each("power", [-140, -120, -100, 0, 100, 120])
-def test_every_magnitude(name, power, monkeypatch):
-    """Where bf16 would have subnormal numbers, the second step goes again, in float32."""
+def test_every_magnitude_equals_the_two_steps(name, power, monkeypatch):
+    """If values are subnormal in bf16, the rounding is repeated for float32."""
     assert_one_pass((drawn((70, 96)).double() * 2.0**power).float(), name, monkeypatch)
 
 
 @every_product
-def test_hard_numbers(name, monkeypatch):
+def test_special_values_equal_the_two_steps(name, monkeypatch):
     x = hard(512)
     assert_one_pass(x, name, monkeypatch, expects="nvfp4" not in name)
     assert_one_pass(x.nan_to_num(1.0).clamp(-1e30, 1e30), name, monkeypatch)
@@ -102,12 +104,12 @@ def test_hard_numbers(name, monkeypatch):
 
 @pytest.mark.slow  # compiled in parallel
 @every_product
-def test_two_threads_find_what_one_does(name, monkeypatch):
+def test_two_threads_equal_the_two_steps(name, monkeypatch):
     torch.set_num_threads(2)
     assert_one_pass(drawn((300, 300)), name, monkeypatch)
 
 
-def test_leaves_the_rest_to_the_two_steps():
+def test_unsupported_calls_take_the_two_steps():
     x, signs, down = torch.randn(64, 64), Hadamard(64, 1).signs(), MXFP4.rhs.inner.down
     assert kernel.constants(x, signs, 0, down, torch.bfloat16) is not None
     assert kernel.constants(x, signs, 1, down, torch.bfloat16) is None
@@ -122,7 +124,7 @@ def test_leaves_the_rest_to_the_two_steps():
     assert kernel.constants(x, signs, 0, Quantizer(formats.get("e2m1fn")), torch.bfloat16) is None
 
 
-def test_a_clamp_comes_before_rounding():
+def test_a_quantizer_with_a_clamp_takes_the_two_steps():
     quantizer = replace(NVFP4.rhs, scales=Scales(block(16), get_scaling("rceil")), clamp=Clamp(0.9, compensation=False))
     x, signs = drawn((64, 64)), Hadamard().signs()
     assert room._rotated(x, quantizer, torch.bfloat16, signs, 1, None) is None

@@ -1,4 +1,4 @@
-"""Kernels of rows, quantiles, remainders and slopes, against torch's reference, bit for bit."""
+"""CPU kernels for rows, quantiles, clamp remainders and estimator slopes equal torch's reference, bit for bit."""
 
 from itertools import product
 
@@ -22,7 +22,7 @@ ROUNDINGS = ("nearest_even", "nearest_up", "nearest_away", "toward_zero", "up", 
 
 
 def same(one, two):
-    """Equal, NaN with NaN; zeros of either sign."""
+    """Equal values, with equal NaN positions; zeros may differ in sign."""
     assert one.dtype == two.dtype
     assert torch.equal(one.isnan(), two.isnan())
     assert torch.equal(one.nan_to_num(0), two.nan_to_num(0))
@@ -34,7 +34,7 @@ def drawn(shape, dtype=torch.float32, seed=0):
 
 
 def ties(shape, format, factor):
-    """Numbers that become halves between values once multiplied, and values themselves."""
+    """Values of the format and midpoints between them, divided by the factor."""
     values = torch.tensor(format.values())
     near = torch.cat([values, (values[1:] + values[:-1]) / 2])
     return near[torch.arange(shape[0] * shape[1]) % len(near)].view(shape) / factor
@@ -44,7 +44,7 @@ def ties(shape, format, factor):
 @each_dtype
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_maxima_between_bounds(dtype, shape, dim):
+def test_clamped_amaxes_equal_torch(dtype, shape, dim):
     x = drawn(shape, dtype)
     for bounds in (None, torch.tensor([[-0.5], [2.0]]), torch.stack([-torch.rand(shape[0]), torch.rand(shape[0])])):
         wide = x.float() if bounds is None else x.float().clamp(bounds[0][:, None], bounds[1][:, None])
@@ -62,11 +62,11 @@ SOME_PATHS = [
     (torch.float32, False, torch.bfloat16, False),
 ]
 TRAINED = "fp4", "nearest_up"
-"""What recipes round by these kernels, which are compiled anew for each path and each kind of format and rounding."""
+"""What recipes round by these kernels. Each path, kind of format and rounding is another compilation."""
 
 
 def some_paths(name, rounding):
-    """All but 16-bit floats' for what recipes take; otherwise each member: 8-bit formats' too, without int8."""
+    """All paths but float16's for TRAINED; for others, paths that cover each option once."""
     return [path for path in PATHS if path[0] != torch.float16] if (name, rounding) == TRAINED else SOME_PATHS
 
 
@@ -75,10 +75,10 @@ def some_paths(name, rounding):
     "paths", [some_paths, pytest.param(lambda name, rounding: PATHS, marks=pytest.mark.slow)], ids=["some", "all"]
 )
 @pytest.mark.parametrize(
-    ("name", "rounding"),  # each kind of format and each rounding is compiled anew
+    ("name", "rounding"),  # each kind of format and each rounding is another compilation
     slow_unless(lambda case: case == TRAINED or case in in_turn(FORMATS, ROUNDINGS)[1:-1], product(FORMATS, ROUNDINGS)),
 )
-def test_rows_and_columns_rounded(name, rounding, paths):
+def test_rounded_rows_and_columns_equal_the_reference(name, rounding, paths):
     format = formats.get(name)
     for shape, (dtype, by_row, into, bounded) in product(SHAPES, paths(name, rounding)):
         if into == torch.int8 and format.max > 63:
@@ -95,7 +95,7 @@ def test_rows_and_columns_rounded(name, rounding, paths):
 
 @each_dtype
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_beyond_the_bounds(dtype, shape):
+def test_remainders_beyond_the_bounds_equal_the_reference(dtype, shape):
     x = drawn(shape, dtype)
     for tile, quantile in product(("tensor", "row"), (0.51, 0.6, 0.99)):
         clamp = Clamp(quantile, tile)
@@ -110,8 +110,8 @@ def test_what_is_beyond_the_bounds(dtype, shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("down", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_sparse_products(dtype, down, scaled):
-    """Whole numbers, whose sums have no order."""
+def test_sparse_matmuls_equal_dense_ones(dtype, down, scaled):
+    """With integers, whose sums do not depend on the order."""
     g = torch.Generator().manual_seed(0)
     matrix = torch.randint(-4, 5, (33, 65), generator=g).float() * (torch.rand(33, 65, generator=g) < 0.1)
     other = torch.randint(-9, 10, (33 if down else 65, 20), generator=g).to(dtype)
@@ -126,8 +126,8 @@ def test_sparse_products(dtype, down, scaled):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_sparse_sums_go_in_order(dtype):
-    """One product and one sum after another, each rounded to float32, however many numbers a row has."""
+def test_sparse_matmuls_sum_in_order(dtype):
+    """Each product and each sum is rounded to float32, for any number of elements per row."""
     g = torch.Generator().manual_seed(1)
     matrix = torch.randn(12, 40, generator=g) * (torch.arange(40) < torch.arange(12)[:, None])  # 0 to 11 of them
     other = torch.randn(40, 70, generator=g).to(dtype)
@@ -147,7 +147,7 @@ TILES = [ROW, ROW.transposed, TENSOR, Tile(1, 32), Tile(16, 16)]
     slow_unless(lambda case: case in in_turn(SLOPED, TILES) or case[0] == "fp4", product(SLOPED, TILES)),
     ids=str,
 )
-def test_slopes(name, tile):
+def test_estimator_slopes_equal_the_reference(name, tile):
     format = formats.get(name)
     for shape, dtype, rule in product(SHAPES, DTYPES, ("current", "rceil")):
         for k, cap in ((5.0, 3.0), (3.0, None), (1.0, 3.0)):
@@ -157,7 +157,7 @@ def test_slopes(name, tile):
             same(found, grad * quantizer.derivative(x))
 
 
-def test_formats_of_the_kernel_of_slopes():
+def test_formats_supported_by_the_slope_kernel():
     assert set(SLOPED) >= {"fp4", "e2m3fn", "float8_e4m3fn"}
     assert slopes.scalars(formats.get("int4")) is None
     quantizer = Quantizer(formats.get("int4"), scales=Scales(ROW, get_scaling("current")), estimator=Estimator())
@@ -167,7 +167,7 @@ def test_formats_of_the_kernel_of_slopes():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("bias", "more"), list(product((False, True), repeat=2)))
-def test_products_of_whole_numbers(dtype, bias, more):
+def test_int8_matmuls_with_scales_bias_and_addend_are_exact(dtype, bias, more):
     for shape in ((1, 1, 1), (5, 7, 3), (33, 300, 65)):
         g = torch.Generator().manual_seed(1)
         draw = lambda *size: torch.randint(-12, 13, size, dtype=torch.int8, generator=g)  # noqa: B023, E731
@@ -183,7 +183,7 @@ def test_products_of_whole_numbers(dtype, bias, more):
 
 @each_dtype
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_output_gradient_times_scales(dtype, shape):
+def test_fold_multiplies_and_rounds_an_output_gradient(dtype, shape):
     x, e5m2 = drawn(shape, dtype), formats.get("e5m2")
     for size in ((shape[0], 1), (1, shape[1])):
         scale = torch.rand(size, generator=torch.Generator().manual_seed(2)) + 0.1
@@ -194,7 +194,7 @@ def test_an_output_gradient_times_scales(dtype, shape):
         assert torch.equal(values.float(), round_to(x.float() * scale * factor, e5m2))
 
 
-def test_large_tensors_take_several_pieces():
+def test_quantiles_of_large_tensors_equal_the_reference():
     x = drawn((1025, 513))
     for tile, estimate in product(("tensor", "row"), ("exact", "histogram")):
         clamp = Clamp(0.99, tile, estimate)

@@ -1,4 +1,4 @@
-"""Tiles of any shape with power-of-two or absmax scales: equal to the reference, bit for bit."""
+"""The CPU kernel for tiles of any shape with power-of-two or absmax scales equals the reference, bit for bit."""
 
 import itertools
 from dataclasses import replace
@@ -39,7 +39,7 @@ def numbers(dtype):
 @for_each("format", ["e4m3fn", "e5m2", "e2m1fn", "e4m3fnuz", "ocp_int8"])
 @for_each("dtype", [torch.float32, torch.bfloat16])
 @for_each("rounding", ["nearest_even", "stochastic"])
-def test_equals_the_reference(tile, rule, format, dtype, rounding):
+def test_tiles_equal_the_reference(tile, rule, format, dtype, rounding):
     quantizer = Quantizer(formats.get(format), rounding, scales=Scales(tile, get_scaling(rule)))
     x = numbers(dtype)
     for target in (dtype, torch.float32):
@@ -50,7 +50,7 @@ def test_equals_the_reference(tile, rule, format, dtype, rounding):
         assert noted or not ((out != 0) & (out.abs() < 2.0**-126)).any()
 
 
-def test_small_values_are_noted_and_zeros_are_not():
+def test_subnormal_results_are_reported_but_not_zeros():
     quantizer = Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(16, 16), get_scaling("rceil")))
     x = torch.ones(32, 32)
     x[:16, :16], x[16, 16] = 0.0, torch.nan
@@ -63,7 +63,7 @@ def test_small_values_are_noted_and_zeros_are_not():
 @pytest.mark.parametrize("tile", [*TILES, Tile(5, 48)], ids=str)
 @pytest.mark.parametrize("rule", ["floor", get_scaling("rceil", margin=3), "absmax", "current"], ids=str)
 @for_each("format", ["e4m3fn", "e5m2", "e2m1fn", "ocp_int8", "nf4"])
-def test_decodes_as_the_reference(tile, rule, format):
+def test_tiles_decode_like_the_reference(tile, rule, format):
     quantizer = Quantizer(formats.get(format), scales=Scales(tile, get_scaling(rule)))
     quantized = quantizer.quantize(numbers(torch.float32))
     for target in (torch.float32, torch.bfloat16):
@@ -75,7 +75,7 @@ def test_decodes_as_the_reference(tile, rule, format):
             assert not tiles.run_decode(quantized, out, quantizer.scales)
 
 
-def test_a_margin_is_no_smaller_in_a_traced_graph():
+def test_a_margin_applies_in_a_traced_graph():
     rows = Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 0), replace(get_scaling("rceil"), margin=2)))
     x = torch.randn(4, 32)
     compiled = torch.compile(lambda x: values(x, rows), backend="aot_eager", fullgraph=True)
@@ -84,7 +84,7 @@ def test_a_margin_is_no_smaller_in_a_traced_graph():
     assert not torch.equal(rows.quantize(x).scale, without.quantize(x).scale)
 
 
-def test_leaves_the_rest_to_the_reference():
+def test_unsupported_calls_are_refused():
     row = Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 0), get_scaling("rceil")))
     square = Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(16, 16), get_scaling("rceil")))
     levels = Quantizer(formats.get("e2m1fn"), scales=Scales(Tile(1, 16), get_scaling("two_level")))

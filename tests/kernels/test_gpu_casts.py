@@ -1,4 +1,4 @@
-"""Which calls Triton's casts take, asked without a GPU; that they are right is `tests/gpu`."""
+"""Which calls the Triton casts accept, checked without a GPU; `tests/gpu` tests their results."""
 
 from unittest.mock import Mock
 
@@ -20,16 +20,16 @@ NEAREST = "nearest_even", "saturate", None
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Launches that compute nothing: what is asked of a call without a GPU is asked."""
+    """Replace launches by mocks, so that calls are checked without a GPU."""
     monkeypatch.setattr(cast, "launch", Mock())
     monkeypatch.setattr(cast, "functions", Mock())
 
 
-def of(*shape, dtype=torch.bfloat16):
+def empty(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype)
 
 
-def test_kernels_of_a_gpu_take_no_tensor_of_a_cpu(launches):
+def test_casts_accept_dense_tensors_that_are_not_on_a_gpu_for_tests(launches):
     x, out, e4m3 = torch.zeros(4), torch.zeros(4), formats.get("e4m3fn")
     codes = torch.zeros(4, dtype=torch.uint8)
     assert cast.run(x, out, e4m3, *NEAREST)
@@ -40,32 +40,34 @@ def test_kernels_of_a_gpu_take_no_tensor_of_a_cpu(launches):
     assert cast.instruction(e4m3, "nearest_even", "saturate", x.device) is None
 
 
-def test_what_the_result_does_not_hold_is_left_to_the_reference(launches):
+def test_unsupported_outputs_are_refused(launches):
     fp16 = formats.get("fp16")
-    assert cast.run(of(4), of(4, dtype=torch.float32), fp16, *NEAREST)
-    assert not cast.run(of(4, dtype=torch.float32), of(4), fp16, *NEAREST)  # fp16's fraction is no bf16's
-    assert not cast.run(of(4), of(5), fp16, *NEAREST)
-    assert not cast.run(of(4), of(4), formats.get("posit8_2"), *NEAREST)
+    assert cast.run(empty(4), empty(4, dtype=torch.float32), fp16, *NEAREST)
+    assert not cast.run(
+        empty(4, dtype=torch.float32), empty(4), fp16, *NEAREST
+    )  # bf16 cannot represent fp16's mantissa
+    assert not cast.run(empty(4), empty(5), fp16, *NEAREST)
+    assert not cast.run(empty(4), empty(4), formats.get("posit8_2"), *NEAREST)
 
 
-def test_packed_rows_are_those_that_fill_their_bytes(launches):
+def test_packed_codes_need_rows_that_fill_their_bytes(launches):
     for name, columns, width in (("e2m1fn", 6, 3), ("e3m2fn", 8, 6)):
         format = formats.get(name)
-        x, codes = of(5, columns), of(5, width, dtype=torch.uint8)
+        x, codes = empty(5, columns), empty(5, width, dtype=torch.uint8)
         assert cast.run_codes(x, codes, format, *NEAREST, packed=True)
         assert cast.run_decode(codes, x, format, packed=True)
-        assert cast.run_codes(of(5, columns - 1), codes, format, *NEAREST, packed=True) is None
-    assert cast.run_codes(x, of(5, 8, dtype=torch.uint8), formats.get("e4m3fn"), *NEAREST, packed=True) is None
+        assert cast.run_codes(empty(5, columns - 1), codes, format, *NEAREST, packed=True) is None
+    assert cast.run_codes(x, empty(5, 8, dtype=torch.uint8), formats.get("e4m3fn"), *NEAREST, packed=True) is None
 
 
 @for_each("name", formats.names())
-def test_codes_of_sixteen_bits_at_most_are_decoded(name, launches):
+def test_codes_of_at_most_16_bits_are_decoded(name, launches):
     format = formats.get(name)
-    stored = of(4, dtype=CONTAINERS[format.storage_bits])
-    assert (cast.run_decode(stored, of(4), format) is not None) == (format.bits <= 16)
+    stored = empty(4, dtype=CONTAINERS[format.storage_bits])
+    assert (cast.run_decode(stored, empty(4), format) is not None) == (format.bits <= 16)
 
 
-def test_a_tensor_without_values_is_traced_on_a_gpu():
+def test_fake_tensors_on_a_gpu_are_traced():
     with FakeTensorMode():
         x = torch.empty(6, 8, device="cuda")
         made = halfstep.quantize(x, halfstep.get_quantizer("float8_e4m3fn"))
@@ -87,5 +89,5 @@ def test_a_tensor_without_values_is_traced_on_a_gpu():
         (formats.get("nf4"), "nf4 by reference: no kernel for the format"),
     ],
 )
-def test_doctor_says_which_casts_have_a_kernel_on_a_gpu(name, path):
+def test_doctor_names_the_casts_with_a_kernel_on_a_gpu(name, path):
     assert gpu_path(halfstep.get_quantizer(name)) == path

@@ -1,4 +1,4 @@
-"""How Triton kernels are launched, with a kernel in their place that notes what it is asked."""
+"""How Triton kernels are launched, with a stand-in kernel that records its calls."""
 
 import torch
 
@@ -6,7 +6,7 @@ from halfstep.kernels.gpu import Launch
 
 
 class Kernel:
-    """What Triton makes of a function: a first call compiles, what it gives back runs."""
+    """A stand-in for a Triton function: the first call compiles, and the returned kernel runs."""
 
     arg_names = ("x", "scale", "B")
 
@@ -33,7 +33,7 @@ def offset(by):
     return torch.zeros(16 + by)[by:]
 
 
-def test_a_launch_compiles_once_for_what_is_there_and_where_it_begins():
+def test_a_launch_compiles_once_per_none_arguments_and_alignment():
     kernel = Kernel()
     launch = Launch(kernel, torch.device("cpu"), B=4)
     for x, scale in [
@@ -49,7 +49,7 @@ def test_a_launch_compiles_once_for_what_is_there_and_where_it_begins():
     assert [arguments[2] for _, arguments in kernel.ran] == [4, 4]
 
 
-def test_arguments_that_are_alike_in_all_calls_are_not_asked():
+def test_only_varying_arguments_are_checked_for_alignment():
     kernel = Kernel()
     launch = Launch(kernel, torch.device("cpu"), varying=(0,), B=4)
     for x, scale in [(offset(0), offset(0)), (offset(0), offset(1)), (offset(1), offset(1))]:
@@ -58,7 +58,7 @@ def test_arguments_that_are_alike_in_all_calls_are_not_asked():
     assert len(kernel.ran) == 1
 
 
-def test_no_program_is_no_launch():
+def test_an_empty_grid_launches_nothing():
     kernel = Kernel()
     Launch(kernel, torch.device("cpu"), B=4)(0, offset(0), None)
     assert not kernel.compiled
