@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -52,11 +53,17 @@ def find_nonfinite(grads: Sequence[Tensor | None], device: torch.device, process
         device: the device of the results and of the all-reduce.
         process_group: the ranks that exchange `found`; None: the default group, if there is one.
     """
-    finite = [torch.ones((), dtype=torch.bool, device=device)] * len(grads)
-    for places, parts in alike([None if grad is None else values_of(local(grad)) for grad in grads]):
-        for place, fine in zip(places, _are_finite(parts).to(device).unbind(), strict=True):
-            finite[place] = fine
-    lost = ~torch.stack(finite) if finite else torch.zeros(0, dtype=torch.bool, device=device)
+    if not _are_plain(grads):
+        grads = [None if grad is None else values_of(local(grad)) for grad in grads]
+    groups = alike(grads)
+    if len(groups) == 1 and len(groups[0][1]) == len(grads):
+        lost = ~_are_finite(groups[0][1]).to(device)
+    else:
+        finite = [torch.ones((), dtype=torch.bool, device=device)] * len(grads)
+        for places, parts in groups:
+            for place, fine in zip(places, _are_finite(parts).to(device).unbind(), strict=True):
+                finite[place] = fine
+        lost = ~torch.stack(finite) if finite else torch.zeros(0, dtype=torch.bool, device=device)
     here = any(grad is not None for grad in grads)
     found = lost.any().float() if here else torch.full((), NO_GRADIENT, device=device, dtype=torch.float32)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -74,6 +81,9 @@ def _are_finite(parts: Sequence[Tensor]) -> Tensor:
 def alike(tensors: Sequence[Tensor | None]) -> list[tuple[list[int], list[Tensor]]]:
     """The tensors that have elements, with their indices, grouped by device and dtype for foreach functions. Tensor
     subclasses are groups of their own."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if len(kinds := set(map(_kind, present))) == 1 and kinds.pop()[0] is Tensor and all(map(Tensor.numel, present)):
+        return [([place for place, tensor in enumerate(tensors) if tensor is not None], present)]
     groups: dict[object, tuple[list[int], list[Tensor]]] = {}
     for place, tensor in enumerate(tensors):
         if tensor is not None and tensor.numel():
@@ -82,6 +92,14 @@ def alike(tensors: Sequence[Tensor | None]) -> list[tuple[list[int], list[Tensor
             places.append(place)
             members.append(tensor)
     return list(groups.values())
+
+
+def _are_plain(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether none is of a subclass, such as a DTensor or a CodeTensor."""
+    return {Tensor, type(None)} >= set(map(type, tensors))
+
+
+_kind, _device = attrgetter("__class__", "device", "dtype"), attrgetter("device")
 
 
 def no_gradient(elsewhere: bool) -> str:
@@ -101,18 +119,24 @@ def takes_float32(optimizer: torch.optim.Optimizer) -> bool:
 
 def total_norm(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """The norm of all gradients together, computed in `dtype`; a plain tensor, over all ranks if they are sharded."""
-    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) if _alone(grad) else grad for grad in grads]
-    for places, members in alike([None if _alone(grad) else grad for grad in grads]):
+    alone = list(map(_alone, grads))
+    norms = [
+        torch.linalg.vector_norm(grad, norm_type, dtype=dtype) if apart else grad
+        for grad, apart in zip(grads, alone, strict=True)
+    ]
+    for places, members in alike([None if apart else grad for grad, apart in zip(grads, alone, strict=True)]):
         for place, one in zip(places, torch._foreach_norm(members, norm_type, dtype=dtype), strict=True):
             norms[place] = one
-    plain = list(map(whole, norms))
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([n.to(plain[0].device) for n in plain]), norm_type)
-    return norm
+    if not _are_plain(norms):
+        norms = list(map(whole, norms))
+    if len(set(map(_device, norms))) > 1:
+        norms = [norm.to(norms[0].device) for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)  # type: ignore[no-any-return]
 
 
 def _alone(grad: Tensor) -> bool:
     """Whether a gradient's norm is computed by itself, since it is a DTensor or CodeTensor, or empty."""
-    return foreign(grad) is not None or not grad.numel()
+    return (type(grad) is not Tensor and foreign(grad) is not None) or not grad.numel()
 
 
 @torch.no_grad()
@@ -125,21 +149,20 @@ def multiply(optimizer: torch.optim.Optimizer, factor: Tensor, names: Mapping[nn
             changed.
     """
     wide, every = takes_float32(optimizer), list(parameters_of(optimizer))
-    leaving = [p for p in every if wide and _half(p.grad)]
-    stuck = [
-        place for place, p in enumerate(every) if not wide and p.grad is not None and p.grad.dtype == torch.float16
-    ]
-    if stuck:
+    narrow_ones = [place for place, p in enumerate(every) if _half(p.grad)]
+    if not wide and (stuck := [place for place in narrow_ones if every[place].grad.dtype == torch.float16]):  # type: ignore[union-attr]
         raise LossScaleError(
             f"dividing or clipping fp16 gradients in place would flush small ones to zero "
             f"({names_of(optimizer, names)[stuck[0]]} and {len(stuck) - 1} more). {_REMEDY}"
         )
+    leaving = [every[place] for place in narrow_ones] if wide else []
     for parameter, grad in zip(leaving, _float32([p.grad for p in leaving if p.grad is not None]), strict=True):
         widen(parameter, grad)
     grads = [p.grad for p in every if p.grad is not None]
     for grad in grads:
         mark(grad)
-    for _, members in alike([local(grad._values() if grad.is_sparse else grad) for grad in grads]):
+    parts = [grad._values() if grad.is_sparse else grad for grad in grads]
+    for _, members in alike(parts if _are_plain(parts) else list(map(local, parts))):
         first = members[0]
         by = factor.to(first.device, torch.float64 if first.dtype == torch.float64 else torch.float32)
         if foreign(first) is not None:

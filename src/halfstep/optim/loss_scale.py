@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -181,7 +182,7 @@ class LossScaler(Unscaling):
         found = [p.found_inf for p in checked if p.found_inf is not None]
         lost = [p.lost for p in checked if p.lost is not None]
         there = found[0].device
-        names = tuple(name for p in checked for name in p.names)
+        names = tuple(chain.from_iterable(p.names for p in checked))
         self._adapt(torch.stack([f.to(there) for f in found]).amax(), names, torch.cat([one.to(there) for one in lost]))
 
     # ---- saving ---------------------------------------------------------------------------------------------------
@@ -242,7 +243,7 @@ class LossScaler(Unscaling):
                 "since the gradients would stay behind; do it after scaler.update()"
             )
         self._note_overflowed()
-        left = ("_pending", "_widened", "_scale", "_counts", "_box", "_flagged", "_flags", "_seen_skips")
+        left = ("_pending", "_widened", "_named", "_scale", "_counts", "_box", "_flagged", "_flags", "_seen_skips")
         numbers = float(self._scale), self._counts[:-1].tolist()
         return {name: value for name, value in vars(self).items() if name not in left} | {"numbers": numbers}
 

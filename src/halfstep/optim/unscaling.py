@@ -111,6 +111,8 @@ class Unscaling(DynamicScale):
     def _forget(self) -> None:
         self._pending = AllPending()
         self._widened: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._named: tuple[list[int], tuple[str, ...]] = [], ()
+        """The ids of the parameters that were checked last, and their names."""
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by S, once, for code that reads them before `step`.
@@ -199,8 +201,10 @@ class Unscaling(DynamicScale):
         """
         if pending.found_inf is None:
             device = _device(optimizer)
-            pending.waits, pending.names = self._waits(device), names_of(optimizer, self._names)
-            grads = grads_of(optimizer)
+            pending.waits, grads = self._waits(device), grads_of(optimizer)
+            if (ids := list(map(id, parameters_of(optimizer)))) != self._named[0]:
+                self._named = ids, names_of(optimizer, self._names)
+            pending.names = self._named[1]
             here = any(grad is not None for grad in grads)
             found, pending.lost = find_nonfinite(grads, device, self._process_group)  # even without any: others wait
             if not here or (not pending.waits and float(found) == NO_GRADIENT):
