@@ -75,7 +75,7 @@ def test_python_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch, capsy
 
 def test_start_page_shows_the_output_of_its_command(tmp_path, monkeypatch, run):
     page = (DOCS / "start.md").read_text()
-    program, told = (
+    program, expected = (
         BLOCK.findall(page)[0][0],
         re.search(r"^```\n(Your updates .*?)^```", page, re.MULTILINE | re.DOTALL),
     )
@@ -83,10 +83,10 @@ def test_start_page_shows_the_output_of_its_command(tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     Path("train.py").write_text(program)
-    code, said, _ = run("audit", "train.py")
+    code, output, _ = run("audit", "train.py")
     assert code == 1
-    said, told = (re.sub(r"\d[\d,.]*", "0", re.sub(r"\s+", " ", text)) for text in (said, told[1]))
-    assert said.startswith(told)  # the figures depend on the processor
+    output, expected = (re.sub(r"\d[\d,.]*", "0", re.sub(r"\s+", " ", text)) for text in (output, expected[1]))
+    assert output.startswith(expected)  # the figures depend on the processor
 
 
 def links(page):
@@ -162,9 +162,9 @@ def test_commands_of_a_page_run(page, tmp_path, monkeypatch, run):
         hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=64, **config)).save_pretrained(folder)
     Path("train.py").write_text(BLOCK.findall((DOCS / "start.md").read_text())[0][0])
     for words in commands(DOCS / page):
-        code, said, errors = run(*words)
+        code, output, errors = run(*words)
         assert code in (0, 1), (words, errors)
-        assert said
+        assert output
 
 
 def test_extras_that_pages_install_exist():

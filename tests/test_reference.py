@@ -61,10 +61,10 @@ def docstring_of(reference, found, name, function):
     methods = [
         each for each in own if inspect.isroutine(each) or inspect.isdatadescriptor(each) or hasattr(each, "func")
     ]
-    said = [each.__doc__ for each in methods]
+    docstrings = [each.__doc__ for each in methods]
     for base in (base for base in found.__mro__ if base.__module__.startswith("halfstep")):
-        said.append(reference.documented(base.__module__).get(base.__name__, {}).get(name))
-    return next((text for text in said if text), None)
+        docstrings.append(reference.documented(base.__module__).get(base.__name__, {}).get(name))
+    return next((text for text in docstrings if text), None)
 
 
 def raised(function):
@@ -98,8 +98,10 @@ def test_docstrings_are_sentences_and_name_raised_errors(reference, libraries):
     missing = {}
     for room, module in reference.rooms(libraries).items():
         for name, found in reference.public(module).items():
-            told = found.__doc__ if callable(found) or inspect.ismodule(found) else reference.constant(name, module)
-            wrong = [*([] if told else ["no docstring"]), *lacks(reference, found)]
+            docstring = (
+                found.__doc__ if callable(found) or inspect.ismodule(found) else reference.constant(name, module)
+            )
+            wrong = [*([] if docstring else ["no docstring"]), *lacks(reference, found)]
             missing |= {f"{room}.{name}": wrong} if wrong else {}
     assert not missing
 

@@ -172,10 +172,10 @@ def test_quick_origin_reads_until_a_last_bit_is_in_use(place):
     values[::2] = 1.5
     if place is not None:
         values[place] = 1 + 2**-23
-    told = []
-    assert quick_origin(InMemory(values), told.append).full == (place is not None)
-    assert sum(told) == values.nbytes
-    assert len(told) == (1 if place == 0 else 2)
+    sizes = []
+    assert quick_origin(InMemory(values), sizes.append).full == (place is not None)
+    assert sum(sizes) == values.nbytes
+    assert len(sizes) == (1 if place == 0 else 2)
 
 
 def rounded(x, bits):

@@ -25,17 +25,17 @@ BEFORE = {"held out": (43, 43)}
 def origin_and_verdict(tensor: Tensor):
     """The origin of the tensor, and the verdict on a file that holds only this tensor."""
     scanned = scan(InMemory(tensor))
-    said = origin(scanned, str(tensor.dtype)[6:])
-    return said, verdict([Evidence(said.stored, tensor.numel(), said, scanned.table.nonzero)])
+    named_origin = origin(scanned, str(tensor.dtype)[6:])
+    return named_origin, verdict([Evidence(named_origin.stored, tensor.numel(), named_origin, scanned.table.nonzero)])
 
 
 def judged(one: Pipeline) -> Counter:
-    said, found = origin_and_verdict(made(one))
+    named_origin, found = origin_and_verdict(made(one))
     wrong, certain = untrue(one, found.text) is not None, found.confidence == "certain"
-    named = not wrong and re.fullmatch(right(one), said.key) is not None
+    named = not wrong and re.fullmatch(right(one), named_origin.key) is not None
     named &= one.family != "slivers" or not certain  # one percent of the values is evidence
     if wrong and certain:
-        print(one.name, "is told to be", said.key, untrue(one, found.text))
+        print(one.name, "is told to be", named_origin.key, untrue(one, found.text))
     return Counter(count=1, right=named, sure=named and certain, wrong=wrong, fatal=wrong and certain)
 
 
@@ -124,16 +124,16 @@ TOLD = {
 @for_each("name", TOLD)
 def test_formerly_wrong_verdicts_are_right(name):
     make, key, text = TOLD[name]
-    said, found = origin_and_verdict(make())
-    assert re.fullmatch(key, said.key), said.key
+    named_origin, found = origin_and_verdict(make())
+    assert re.fullmatch(key, named_origin.key), named_origin.key
     assert re.search(text, found.text), found.text
     hedged = {"a sliver": "none", "a constant": "none", "a uniform draw": "likely"}
     assert found.confidence == hedged.get(name, "certain")
 
 
 def test_verdict_states_the_share_of_tensors_without_evidence():
-    told, full = origin_and_verdict(random(64, 64))[0], 4096
+    known, full = origin_and_verdict(random(64, 64))[0], 4096
     silent = Evidence("float32", 99 * full, origin(scan(InMemory(torch.ones(64, 64))), "float32"), 99 * full)
-    found = verdict([Evidence("float32", full, told, full), silent])
+    found = verdict([Evidence("float32", full, known, full), silent])
     assert found.confidence == "likely"
     assert "1 tensor with too little to tell (99% of values that are not zero)" in found.text

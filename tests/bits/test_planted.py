@@ -193,20 +193,20 @@ def distinct(tensor: Tensor, tile: str | None) -> int:
     return max(int(values[values > 0].unique().numel()) for values in tiles)
 
 
-def shown(said: Origin, tensor: Tensor) -> bool:
+def shown(found_origin: Origin, tensor: Tensor) -> bool:
     """Whether a key that only describes bits (levels, steps) is true of the tensor."""
-    if said.levels is not None:
-        tile = None if said.scale is None else said.scale
+    if found_origin.levels is not None:
+        tile = None if found_origin.scale is None else found_origin.scale
         return (
-            distinct(tensor[:128] if tile == "column" else tensor, tile) <= 1.25 * said.levels
+            distinct(tensor[:128] if tile == "column" else tensor, tile) <= 1.25 * found_origin.levels
         )  # of the tiles looked at
-    if said.step is not None:
-        codes = tensor.double() / 2.0**said.step
-        return bool((codes == codes.round()).all()) and codes.abs().max() < 2**said.bits
-    if said.bits is not None:
-        share = float((rounded(tensor.float(), said.bits) == tensor.float()).double().mean())
-        return 0.45 < share < 1 if said.half else share == 1
-    return said.key == "full"
+    if found_origin.step is not None:
+        codes = tensor.double() / 2.0**found_origin.step
+        return bool((codes == codes.round()).all()) and codes.abs().max() < 2**found_origin.bits
+    if found_origin.bits is not None:
+        share = float((rounded(tensor.float(), found_origin.bits) == tensor.float()).double().mean())
+        return 0.45 < share < 1 if found_origin.half else share == 1
+    return found_origin.key == "full"
 
 
 @pytest.mark.slow
@@ -214,20 +214,20 @@ def test_no_planted_history_is_certain_and_wrong() -> None:
     """Statements about bits must be true of the bits, and statements about the past true of the history."""
     planted = histories()
     assert len(planted) >= 200
-    wrong, untold, pure = [], [], []
+    wrong, unnamed, pure = [], [], []
     for one in planted:
-        said = origin(scan(InMemory(one.tensor)), str(one.tensor.dtype)[6:])
-        named = re.fullmatch(one.right, said.key) is not None
-        if not (named or shown(said, one.tensor)) and said.confidence == "certain":
-            wrong.append((one.name, said.key))
-            print("WRONG", one.name, said.key, said.levels, said.bits)
-        text = verdict([Evidence(said.stored, one.tensor.numel(), said)]).text
-        assert ("quantised to" in text) <= ("scaled" in said.key)
-        untold += [one.name] if said.confidence == "none" else []
-        pure += [named and said.confidence == "certain"] if one.pure else []
+        found_origin = origin(scan(InMemory(one.tensor)), str(one.tensor.dtype)[6:])
+        named = re.fullmatch(one.right, found_origin.key) is not None
+        if not (named or shown(found_origin, one.tensor)) and found_origin.confidence == "certain":
+            wrong.append((one.name, found_origin.key))
+            print("WRONG", one.name, found_origin.key, found_origin.levels, found_origin.bits)
+        text = verdict([Evidence(found_origin.stored, one.tensor.numel(), found_origin)]).text
+        assert ("quantised to" in text) <= ("scaled" in found_origin.key)
+        unnamed += [one.name] if found_origin.confidence == "none" else []
+        pure += [named and found_origin.confidence == "certain"] if one.pure else []
         if one.pure and not pure[-1]:
-            print(one.name, "is told to be", said.key, said.confidence)
-    print(f"{len(planted)} histories; cannot tell: {len(untold)}; pure and right: {sum(pure)} of {len(pure)}")
+            print(one.name, "is told to be", found_origin.key, found_origin.confidence)
+    print(f"{len(planted)} histories; cannot tell: {len(unnamed)}; pure and right: {sum(pure)} of {len(pure)}")
     assert not wrong
     assert sum(pure) >= 0.9 * len(pure)
-    assert len(untold) <= 0.02 * len(planted)
+    assert len(unnamed) <= 0.02 * len(planted)

@@ -185,12 +185,12 @@ def test_tables_have_no_empty_rows(make):
 def test_values_and_tables_agree_on_evidence():
     values = np.unique(np.abs(wide(hard())[np.isfinite(hard())]))
     values = np.concatenate([values[values > 0], np.arange(1, 300), 2.0**24 + np.arange(-9, 9), 1e25 + np.arange(3)])
-    told = sum(
+    expected = sum(
         as_fraction.denominator > 1 or as_fraction >= 2**24
         for as_fraction in map(Fraction, values)
         if significant_bits(as_fraction) > 1
     )
-    assert int(tells(values).sum()) == int(from_values(values).telling.sum()) == told
+    assert int(tells(values).sum()) == int(from_values(values).telling.sum()) == expected
 
 
 @pytest.mark.parametrize("size", [0, 5, 3000])

@@ -171,7 +171,7 @@ def edited(folder, change):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda tensors, data: tensors.pop(f"{NAME}.scale"), f"{NAME}.codes (halfstep): no scale beside it"),
         (lambda tensors, data: tensors.pop(f"{NAME}.codes"), f"{NAME}.codes (halfstep): no codes beside it"),
@@ -185,10 +185,10 @@ def edited(folder, change):
         (lambda tensors, data: data.update(format={"kind": "Float", "name": 3}), "cannot be read"),
     ],
 )  # fmt: skip
-def test_broken_layer_is_found(tmp_path, change, said):
+def test_broken_layer_is_found(tmp_path, change, message):
     report = edited(tmp_path, change)
     assert len(report.findings) == 1
-    assert said in report.findings[0]
+    assert message in report.findings[0]
     assert report.schemes == ()
 
 

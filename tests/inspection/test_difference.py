@@ -83,11 +83,11 @@ def test_prefix_renamed_and_unmatched_tensors(compared):
     assert [(one.name, one.name_b) for one in found.tensors if one.how == "contents"] == [("head.weight", "output")]
     assert [one.name for one in found.only_a] == ["model.layers.1.input_layernorm.weight"]
     assert [one.name for one in found.only_b] == ["module.extra"]
-    said = " ".join(found.sentences)
-    assert "B is A times 1.5" in said
-    assert "Names differ in what they begin with: B's begin with 'module.'" in said
-    assert "Renamed, with the same bytes: head.weight is output." in said
-    assert "Only in A: 1 tensor, model.layers.1.input_layernorm.weight." in said
+    text = " ".join(found.sentences)
+    assert "B is A times 1.5" in text
+    assert "Names differ in what they begin with: B's begin with 'module.'" in text
+    assert "Renamed, with the same bytes: head.weight is output." in text
+    assert "Only in A: 1 tensor, model.layers.1.input_layernorm.weight." in text
 
 
 def test_equal_constants_are_not_matched(compared):
@@ -120,11 +120,11 @@ def test_permuted_units_are_recognised(compared, dtype):
     b |= {"mid": a["mid"][units][:, more.flip(0)], "conv": a["conv"][channels], "next": a["next"][:, channels]}
     b |= {"other": torch.randn(80, 80, generator=generator(99)), "few": torch.eye(4)[2]}
     found = compared(a, {name: tensor.to(dtype) for name, tensor in b.items()})
-    said = {one.name: (one.seen.removesuffix(" in another order"), one.relation.key) for one in found.tensors}
+    relations = {one.name: (one.seen.removesuffix(" in another order"), one.relation.key) for one in found.tensors}
     kind = "identical" if dtype == torch.float32 else "cast bf16"
-    assert said.pop("other") == ("", "unrelated")
-    assert said.pop("few")[0] == ""
-    assert said == {
+    assert relations.pop("other") == ("", "unrelated")
+    assert relations.pop("few")[0] == ""
+    assert relations == {
         "up": ("rows", kind), "bias": ("values", kind), "norm": ("values", kind), "down": ("columns", kind),
         "mid": ("rows and columns", kind), "conv": ("rows", kind), "next": ("columns", kind),
     }  # fmt: skip

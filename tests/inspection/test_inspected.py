@@ -164,11 +164,11 @@ def test_config_dtype_that_differs_from_the_file_is_reported(tmp_path):
     assert report.contradictions == ("config.json says bfloat16; 100% of the values are stored as float32",)
 
 
-@pytest.mark.parametrize(("computes", "said"), [(("fp16",), True), (("bf16",), False), ((), False)])
-def test_known_precision_that_the_bits_contradict_is_reported(tmp_path, computes, said):
+@pytest.mark.parametrize(("computes", "contradicted"), [(("fp16",), True), (("bf16",), False), ((), False)])
+def test_known_precision_that_the_bits_contradict_is_reported(tmp_path, computes, contradicted):
     folder = saved(tmp_path, {"h.0.mlp.weight": torch.randn(64, 64).bfloat16().float()})
     found = halfstep.inspect(folder, known=Known("a paper", computes)).contradictions
-    assert found == (("a paper says trained in fp16; the bits say bf16 origin",) if said else ())
+    assert found == (("a paper says trained in fp16; the bits say bf16 origin",) if contradicted else ())
 
 
 def test_tied_and_equal_tensors_are_reported(tmp_path):

@@ -220,7 +220,7 @@ PACKED = "packed int: int4 codes with a bfloat16 scale for each 1x32 block"
 
 
 @pytest.mark.parametrize(
-    ("name", "declared", "said"),
+    ("name", "declared", "contradiction"),
     [
         ("deepseek", {"quant_method": "fp8", "weight_block_size": [128, 128]}, None),
         (
@@ -253,10 +253,10 @@ PACKED = "packed int: int4 codes with a bfloat16 scale for each 1x32 block"
         (None, "odd", None),
     ],
 )
-def test_quantization_config_is_compared_with_the_files(tmp_path, name, declared, said):
+def test_quantization_config_is_compared_with_the_files(tmp_path, name, declared, contradiction):
     layers = {Q: LAYOUTS[name][0]} if name else {}
     report = halfstep.inspect(saved(tmp_path, layers, {"quantization_config": declared}))
-    assert report.contradictions == (() if said is None else (f"config.json {said}",))
+    assert report.contradictions == (() if contradiction is None else (f"config.json {contradiction}",))
 
 
 def test_fp8_tensors_without_scales_are_no_layers(tmp_path):

@@ -21,8 +21,8 @@ class Tuner(Recording, SFTTrainer):
 def tuned(recipe, model, **more):
     """A trainer after eight steps of SGD."""
     with tempfile.TemporaryDirectory() as folder:
-        told = {"optim": "sgd", "learning_rate": 0.5, "bf16": False, **more}
-        args = SFTConfig(**options(folder, **told))
+        settings = {"optim": "sgd", "learning_rate": 0.5, "bf16": False, **more}
+        args = SFTConfig(**options(folder, **settings))
         how = {"train_dataset": dataset(), "processing_class": tokenizer(), "generator": 3, "audit": False}
         trainer = Tuner(model, args, recipe=recipe, **how)
         trainer.train()

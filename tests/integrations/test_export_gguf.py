@@ -87,11 +87,11 @@ def test_llama_file_holds_our_quantizers_values(kind, tmp_path):
         assert_same(values[f"blk.{i}.attn_norm.weight"], layer.input_layernorm.weight.detach())
     assert done.quantized == (tuple(path for path in done.quantized) if kind == "MXFP4" else ())
     assert len(done.quantized) == (14 if kind == "MXFP4" else 0)
-    said = {name: field.contents() for name, field in fields.items()}
-    assert said["general.architecture"] == "llama"
-    assert (said["llama.block_count"], said["llama.attention.head_count_kv"]) == (2, 2)
-    assert said["llama.rope.dimension_count"] == 16
-    assert json.loads(said[KEY])["recipe"]["name"] == "mxfp4"
+    metadata = {name: field.contents() for name, field in fields.items()}
+    assert metadata["general.architecture"] == "llama"
+    assert (metadata["llama.block_count"], metadata["llama.attention.head_count_kv"]) == (2, 2)
+    assert metadata["llama.rope.dimension_count"] == 16
+    assert json.loads(metadata[KEY])["recipe"]["name"] == "mxfp4"
 
 
 def llama_cpp_factor(rope, frequency):
@@ -202,39 +202,42 @@ def fields(path):
 def test_tokenizer_is_written_to_the_file(kind, tmp_path):
     made = made_tokenizer(kind, tmp_path / "folder")
     done = halfstep.export(llama(vocab_size=1000), tmp_path / "m.gguf", "gguf-f32", tokenizer=tmp_path / "folder")
-    said, vocabulary = fields(tmp_path / "m.gguf"), made.get_vocab()
+    metadata, vocabulary = fields(tmp_path / "m.gguf"), made.get_vocab()
     assert done.tokenizer == kind
     assert f"tokenizer: {kind}" in str(done)
-    assert (said["ggml.model"], said["ggml.pre"]) == (("llama", "default") if kind == "llama" else ("gpt2", kind))
-    assert {token: number for number, token in enumerate(said["ggml.tokens"][: len(vocabulary)])} == vocabulary
-    assert said["ggml.tokens"][len(vocabulary) :] == [f"[PAD{number}]" for number in range(len(vocabulary), 1000)]
-    assert said["chat_template"] == TEMPLATE
+    assert (metadata["ggml.model"], metadata["ggml.pre"]) == (
+        ("llama", "default") if kind == "llama" else ("gpt2", kind)
+    )
+    assert {token: number for number, token in enumerate(metadata["ggml.tokens"][: len(vocabulary)])} == vocabulary
+    assert metadata["ggml.tokens"][len(vocabulary) :] == [f"[PAD{number}]" for number in range(len(vocabulary), 1000)]
+    assert metadata["chat_template"] == TEMPLATE
     types = {
-        token: gguf.TokenType(value) for token, value in zip(said["ggml.tokens"], said["ggml.token_type"], strict=True)
+        token: gguf.TokenType(value)
+        for token, value in zip(metadata["ggml.tokens"], metadata["ggml.token_type"], strict=True)
     }
     assert types["[PAD999]"] == gguf.TokenType.UNUSED
     assert types[made.eos_token] == gguf.TokenType.CONTROL
     assert types["<mine>"] == gguf.TokenType.USER_DEFINED
-    assert (said["ggml.bos_token_id"], said["ggml.eos_token_id"]) == (made.bos_token_id, made.eos_token_id)
-    assert said["ggml.add_bos_token"] == (made("a")["input_ids"][0] == made.bos_token_id) == (kind != "gpt-2")
+    assert (metadata["ggml.bos_token_id"], metadata["ggml.eos_token_id"]) == (made.bos_token_id, made.eos_token_id)
+    assert metadata["ggml.add_bos_token"] == (made("a")["input_ids"][0] == made.bos_token_id) == (kind != "gpt-2")
     if kind == "llama":
         assert types["<0x41>"] == gguf.TokenType.BYTE
-        assert said["ggml.add_space_prefix"]
-        scores = said["ggml.scores"]
+        assert metadata["ggml.add_space_prefix"]
+        scores = metadata["ggml.scores"]
         firsts = [vocabulary["".join(pair)] for pair in json.loads(made.backend_tokenizer.to_str())["model"]["merges"]]
         assert all(scores[one] >= scores[two] for one, two in itertools.pairwise(firsts))
     else:
         merges = json.loads(made.backend_tokenizer.to_str())["model"]["merges"]
-        assert said["ggml.merges"] == [" ".join(pair) for pair in merges]
+        assert metadata["ggml.merges"] == [" ".join(pair) for pair in merges]
 
 
 def test_tokenizers_unsupported_by_llama_cpp_raise(tmp_path):
     def refused(change, words, size=1000, kind="gpt-2"):
         folder = tmp_path / words
         made_tokenizer(kind, folder)
-        said = json.loads((folder / "tokenizer.json").read_text())
-        change(said)
-        (folder / "tokenizer.json").write_text(json.dumps(said))
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        change(tokenizer)
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
         config = json.loads((folder / "tokenizer_config.json").read_text())
         (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "TokenizersBackend"}))
         with pytest.raises(LayoutError, match=words):
@@ -243,17 +246,17 @@ def test_tokenizers_unsupported_by_llama_cpp_raise(tmp_path):
 
     out = "leave the tokenizer out"
     refused(
-        lambda said: said["pre_tokenizer"].update(add_prefix_space=True),
+        lambda tokenizer: tokenizer["pre_tokenizer"].update(add_prefix_space=True),
         rf"type BPE that splits text by ByteLevel.*{out}",
     )
-    refused(lambda said: said.update(pre_tokenizer={"type": "Whitespace"}), "splits text by Whitespace")
-    refused(lambda said: said.update(normalizer={"type": "Lowercase"}), "type BPE that splits text by Byte")
-    refused(lambda said: said["model"].update(ignore_merges=True), "that splits text by ByteLevel")
-    refused(lambda said: None, "a tokenizer of 601 tokens for a model of 64", size=64)
-    refused(lambda said: said["model"]["merges"].pop(5), f"no merge joins .*{out}", kind="llama")
+    refused(lambda tokenizer: tokenizer.update(pre_tokenizer={"type": "Whitespace"}), "splits text by Whitespace")
+    refused(lambda tokenizer: tokenizer.update(normalizer={"type": "Lowercase"}), "type BPE that splits text by Byte")
+    refused(lambda tokenizer: tokenizer["model"].update(ignore_merges=True), "that splits text by ByteLevel")
+    refused(lambda tokenizer: None, "a tokenizer of 601 tokens for a model of 64", size=64)
+    refused(lambda tokenizer: tokenizer["model"]["merges"].pop(5), f"no merge joins .*{out}", kind="llama")
 
-    def moved(said):  # moves one of two merges that give the same token to the end
-        merges = said["model"]["merges"]
+    def moved(tokenizer):  # moves one of two merges that give the same token to the end
+        merges = tokenizer["model"]["merges"]
         first = next(i for i, (one, two) in enumerate(itertools.pairwise(merges)) if "".join(one) == "".join(two))
         merges.append(merges.pop(first))
 

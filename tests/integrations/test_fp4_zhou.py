@@ -99,7 +99,7 @@ def test_outputs_are_near_the_stock_models_and_equal_bf16_after_the_stage(name):
 def test_report_notes_if_no_layer_is_matched_as_attention(name, later):
     """In a model with other names, all layers are in FP4; one layer called attention suffices to silence the note."""
     line = "no layer is matched as attention, by *attn, *attn.*, *ttention, *ttention.*: later rules apply"
-    for kind, said in (("query", True), ("self_attn", False)):
+    for kind, expected in (("query", True), ("self_attn", False)):
         model = nn.ModuleDict({kind: nn.Linear(8, 8), "feed": nn.Linear(8, 8)})
         report = halfstep.apply(model, name + later)
-        assert (line in " ".join(str(report).split())) == ("attention" in report.sought) == said
+        assert (line in " ".join(str(report).split())) == ("attention" in report.sought) == expected

@@ -126,9 +126,9 @@ def gpt_oss(folder):
         scales = torch.randint(118, 122, (experts, rows, columns // 32), dtype=torch.uint8)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         expected[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
-    said = json.loads((folder / "config.json").read_text())
-    said["quantization_config"] = {"quant_method": "mxfp4"}
-    (folder / "config.json").write_text(json.dumps(said))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return expected
 
@@ -236,8 +236,8 @@ def test_experts_that_transformers_concatenates_raise(tmp_path):
     for name in [name for name in tensors if ".experts." in name]:
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
         tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
-    said = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(said | {"quantization_config": {"quant_method": "fp8"}}))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"transformers joins model.layers.0.*experts.* with others when it load"):
         halfstep.from_pretrained(tmp_path)

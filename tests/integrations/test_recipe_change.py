@@ -33,7 +33,9 @@ PAIRS = [
     ("bf16-mixed", STAGED, "it goes on after step . in stage 2"),
 ]
 some = pytest.mark.quick(*(f"{one}-{other}" for one, other, _ in PAIRS[:1]))
-pairs = pytest.mark.parametrize(("saved", "recipe", "told"), PAIRS, ids=[f"{one}-{other}" for one, other, _ in PAIRS])
+pairs = pytest.mark.parametrize(
+    ("saved", "recipe", "warning"), PAIRS, ids=[f"{one}-{other}" for one, other, _ in PAIRS]
+)
 
 
 def stopped(recipe, folder, **options):
@@ -45,16 +47,16 @@ def stopped(recipe, folder, **options):
 @some
 @pytest.mark.filterwarnings("ignore:the .* state was saved under recipe")
 @pairs
-def test_trainer_checkpoint_of_another_recipe_raises_or_is_reported(saved, recipe, told, tmp_path):
+def test_trainer_checkpoint_of_another_recipe_raises_or_is_reported(saved, recipe, warning, tmp_path):
     checkpoint = stopped(saved, tmp_path)
     other = trainer(recipe, tmp_path, max_steps=4)
     before = {name: value.clone() for name, value in other.model.state_dict().items()}
-    said = rf"checkpoint-2 was saved under recipe '{get_recipe(saved).name}', and this run.*recipe_change='allow'"
-    with pytest.raises(RecipeError, match=said):
+    message = rf"checkpoint-2 was saved under recipe '{get_recipe(saved).name}', and this run.*recipe_change='allow'"
+    with pytest.raises(RecipeError, match=message):
         other.train(resume_from_checkpoint=checkpoint)
     assert_same(dict(other.model.state_dict()), before)
     changed = trainer(recipe, tmp_path, max_steps=4, how={"recipe_change": "allow"})
-    with pytest.warns(UserWarning, match=told):
+    with pytest.warns(UserWarning, match=warning):
         changed.train(resume_from_checkpoint=checkpoint)
     assert changed.state.global_step == 4
     if "until" in recipe:
@@ -80,8 +82,8 @@ def test_stock_trainer_resumes_our_checkpoint(recipe, tmp_path):
     """The checkpoint has no file on which a stock Trainer fails, and no codes where it reads values."""
     trained = trainer(recipe, tmp_path, model=llama(hidden_size=64), callbacks=[StopAfter(2)], **SAVES)
     trained.train()
-    told = arguments(tmp_path, max_steps=4, learning_rate=0.0)
-    stock = Trainer(llama(hidden_size=64), told, train_dataset=examples())
+    settings = arguments(tmp_path, max_steps=4, learning_rate=0.0)
+    stock = Trainer(llama(hidden_size=64), settings, train_dataset=examples())
     loaded = []
 
     class Look(TrainerCallback):
@@ -139,22 +141,22 @@ def test_checkpoint_of_an_older_version_resumes_bit_for_bit(tmp_path):
 
 @some
 @pairs
-def test_lightning_checkpoint_of_another_recipe_raises_or_is_reported(saved, recipe, told, tmp_path):
+def test_lightning_checkpoint_of_another_recipe_raises_or_is_reported(saved, recipe, warning, tmp_path):
     saves = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     fit(trainer_of(saved, callbacks=[saves], enable_checkpointing=True, max_steps=2), Module(saved))
     with pytest.raises(RecipeError, match=r"was saved under recipe.*recipe_change='allow'"):
         fit(trainer_of(recipe), Module(recipe), resume=tmp_path / "step=2.ckpt")
     changed = trainer_of(recipe, recipe_change="allow")
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         changed.fit(Module(recipe), loader(), ckpt_path=tmp_path / "step=2.ckpt")
-    assert any(re.search(told, str(one.message)) for one in said)
+    assert any(re.search(warning, str(one.message)) for one in caught)
 
 
 @some
 @pairs
 @pytest.mark.filterwarnings("ignore:the .* state was saved under recipe")
-def test_accelerate_checkpoint_of_another_recipe_raises_or_is_reported(saved, recipe, told, tmp_path):
+def test_accelerate_checkpoint_of_another_recipe_raises_or_is_reported(saved, recipe, warning, tmp_path):
     def run(recipe, **options):
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
@@ -165,5 +167,5 @@ def test_accelerate_checkpoint_of_another_recipe_raises_or_is_reported(saved, re
     accelerator.save_state(str(tmp_path / "state"))
     with pytest.raises(RecipeError, match=r"was saved under recipe.*recipe_change='allow'"):
         run(recipe, resume=str(tmp_path / "state"))
-    with pytest.warns(UserWarning, match=told):
+    with pytest.warns(UserWarning, match=warning):
         run(recipe, resume=str(tmp_path / "state"), recipe_change="allow")

@@ -139,8 +139,8 @@ def test_verdict_for_a_derived_name_is_its_base_models():
     verdict = check("meta-llama/Llama-2-7b-chat-hf", "fp16", overlay=None)
     assert (verdict.verdict, verdict.answer.tier) == ("risky", "inferred")
     assert verdict.answer.bases == ("meta-llama/Llama-2-7b-hf",)
-    said = "base meta-llama/Llama-2-7b-hf was pre-trained in bf16_mixed; this one: not stated"
-    assert said in describe_verdict(verdict)
+    expected = "base meta-llama/Llama-2-7b-hf was pre-trained in bf16_mixed; this one: not stated"
+    assert expected in describe_verdict(verdict)
     assert "this one" not in describe_verdict(check("meta-llama/Llama-2-7b-hf", "fp16", overlay=None))
 
 

@@ -73,10 +73,10 @@ def test_parts_are_better_or_worse_by_their_whole_interval(fp4):
 @pytest.mark.slow
 def test_page_and_figures_show_the_verdicts(fp4, tmp_path):
     model = {"layers": 4, "width": 192, "heads": 6, "parameters": 1_869_504}
-    told = fp4.experiment(fp4.CASES["fp32"]).to_dict() | {"model": model}
+    settings = fp4.experiment(fp4.CASES["fp32"]).to_dict() | {"model": model}
     machine = {"cpu": "one", "torch": "2"}
     costs = {"model": "llama", "tokens": 4096, "share": {"good": 0.5}}
-    data = {"machine": machine, "experiment": told, "costs": costs, "cases": KNOWN, "verdicts": fp4.judged(KNOWN)}
+    data = {"machine": machine, "experiment": settings, "costs": costs, "cases": KNOWN, "verdicts": fp4.judged(KNOWN)}
     page = fp4.page(data)
     assert "| `bad` | 3 | 2.1033 | +5.17% (" in page
     assert "| `lost` | 3 |  |  | diverged at step 7 |" in page

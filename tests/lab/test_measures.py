@@ -128,8 +128,8 @@ def test_translation_sentences_fit_their_vocabularies():
 
 
 def test_utterances_have_enough_frames_for_their_characters():
-    said = speak(64, torch.Generator().manual_seed(0))
-    assert said["features"].shape == (64, FRAMES, BINS)
-    assert bool(torch.isfinite(said["features"]).all())
-    assert ((said["characters"] > 0).sum(1) == said["lengths"]).all()
-    assert {3, 7} == {int(said["lengths"].min()), int(said["lengths"].max())}
+    utterances = speak(64, torch.Generator().manual_seed(0))
+    assert utterances["features"].shape == (64, FRAMES, BINS)
+    assert bool(torch.isfinite(utterances["features"]).all())
+    assert ((utterances["characters"] > 0).sum(1) == utterances["lengths"]).all()
+    assert {3, 7} == {int(utterances["lengths"].min()), int(utterances["lengths"].max())}

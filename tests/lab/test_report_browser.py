@@ -48,8 +48,10 @@ def measured(tmp_path, monkeypatch):
         "--window-size=1400,900",
         f"--user-data-dir={tmp_path / 'profile'}",
     ]
-    told = subprocess.run([chromium, *flags, "--dump-dom", outer.as_uri()], capture_output=True, text=True, timeout=120)
-    (found,) = re.findall('<p id="found">(.*?)</p>', told.stdout)
+    completed = subprocess.run(
+        [chromium, *flags, "--dump-dom", outer.as_uri()], capture_output=True, text=True, timeout=120
+    )
+    (found,) = re.findall('<p id="found">(.*?)</p>', completed.stdout)
     return dict(zip(WIDTHS, json.loads(unescape(found)), strict=True))
 
 

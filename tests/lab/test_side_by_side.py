@@ -65,11 +65,11 @@ def test_each_job_is_one_process_for_several_runs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "error", "said"),
+    ("recipe", "error", "message"),
     [("raises", ModelError, "planted"), ("dies", RunError, "exit code 3.* --resume, with fewer --jobs")],
 )
-def test_error_in_one_run_ends_all(recipe, error, said):
-    with pytest.raises(error, match=said):
+def test_error_in_one_run_ends_all(recipe, error, message):
+    with pytest.raises(error, match=message):
         train_side_by_side(trained, [("fp32", 0), (recipe, 0), *RUNS], 2, lambda progress: None)
 
 

@@ -54,9 +54,9 @@ def a_sweep(grid=None, seeds=2, model="small_models.py:model", recipes=("fp32", 
 
 
 def trained(path, sweep, jobs=1, resume=False, retry=False):
-    told = []
-    run_sweep(open_sweep(sweep, path, resume), get_executor("local", jobs), told.append, retry)
-    return told
+    progress = []
+    run_sweep(open_sweep(sweep, path, resume), get_executor("local", jobs), progress.append, retry)
+    return progress
 
 
 def numbers(path):
@@ -69,9 +69,9 @@ def numbers(path):
 @pytest.mark.slow
 def test_cells_equal_the_runs_of_compare(place):
     sweep = a_sweep()
-    told = trained(place / "swept", sweep)
+    progress = trained(place / "swept", sweep)
     cells = sweep.cells()
-    assert [said for said in told if isinstance(said, tuple)] == cells
+    assert [line for line in progress if isinstance(line, tuple)] == cells
     assert cells[:3] == [("lr-0.001", "fp32", 0), ("lr-0.01", "fp32", 0), ("lr-0.001", "bf16-mixed", 0)]
     found = numbers(place / "swept")
     compared = open_experiment(replace(sweep.experiment, lr=1e-2), place / "alone" / "run", resume=False)
@@ -86,9 +86,9 @@ def test_cells_equal_the_runs_of_compare(place):
 def test_sweep_continues_with_more_seeds_and_values(place):
     trained(place / "swept", a_sweep(seeds=1))
     before = numbers(place / "swept")
-    told = trained(place / "swept", a_sweep({"lr": (1e-3, 3e-3, 1e-2)}, seeds=2), resume=True)
+    progress = trained(place / "swept", a_sweep({"lr": (1e-3, 3e-3, 1e-2)}, seeds=2), resume=True)
     after = numbers(place / "swept")
-    assert len([said for said in told if isinstance(said, tuple)]) == len(after) - len(before) == 12 - 4
+    assert len([line for line in progress if isinstance(line, tuple)]) == len(after) - len(before) == 12 - 4
     assert all(after[cell] == rows for cell, rows in before.items())
 
 
@@ -96,7 +96,7 @@ def test_failed_cells_are_recorded_and_can_be_retried(place):
     sweep = a_sweep({"model": ("small_models.py:model", "small_models.py:fails")}, seeds=1)
     cells = open_sweep(sweep, place / "other", False)
     (place / "broken").touch()
-    run_sweep(cells, get_executor("local", 1), lambda said: None)
+    run_sweep(cells, get_executor("local", 1), lambda line: None)
     folder = SweepFolder(place / "other")
     states = {cell: folder.state(cell) for cell in sweep.cells()}
     failed = [cell for cell, state in states.items() if state.status == "failed"]
@@ -121,12 +121,12 @@ def test_second_sweep_on_a_folder_raises(place):
     with folder.locked():
         assert folder.is_worked_on()
         with pytest.raises(RunError, match=rf"another sweep \(process {os.getpid()}\); wait for it, or end it"):
-            run_sweep(cells, get_executor("local", 1), lambda said: None)
+            run_sweep(cells, get_executor("local", 1), lambda line: None)
     assert not folder.is_worked_on()
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"steps": 5}, "its steps is 4, 5 was asked for"),
         ({"seeds": 1}, "its seeds is 2, 1 was asked for"),
@@ -134,9 +134,9 @@ def test_second_sweep_on_a_folder_raises(place):
         ({"grid": {"steps": (4,)}}, "its grid is"),
     ],
 )
-def test_resuming_with_another_sweep_raises(place, change, said):
+def test_resuming_with_another_sweep_raises(place, change, message):
     open_sweep(a_sweep(), place / "swept", False)
-    with pytest.raises(RunError, match=said):
+    with pytest.raises(RunError, match=message):
         open_sweep(a_sweep(**change), place / "swept", True)
 
 
@@ -155,18 +155,18 @@ def test_folder_without_a_sweep_raises(place):
 
 
 def test_untrainable_grid_points_raise_and_write_nothing(place):
-    for grid, said in [
+    for grid, message in [
         ({"model": ("small_models.py:model", "small_models.py:none")}, "at model-small_models.py_none: .*none"),
         ({"lr": (1e-3, -1.0)}, "lr = -1.0 given; expected a positive number"),
     ]:
-        with pytest.raises(Exception, match=said):
+        with pytest.raises(Exception, match=message):
             open_sweep(a_sweep(grid), place / "swept", False)
         assert not list(place.glob("swept/*"))
     open_sweep(a_sweep(), place / "swept", False)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("lr=", "no values; expected them by commas"),
         ("lr=fast", "could not convert string to float: 'fast'; expected values by commas"),
@@ -175,8 +175,8 @@ def test_untrainable_grid_points_raise_and_write_nothing(place):
         ("seeds=1,2", "unknown axis 'seeds'"),
     ],
 )
-def test_malformed_grid_raises(text, said):
-    with pytest.raises(RunError, match=said):
+def test_malformed_grid_raises(text, message):
+    with pytest.raises(RunError, match=message):
         read_grid([text])
 
 
@@ -261,7 +261,7 @@ def test_ray_gives_the_same_results_despite_a_killed_worker(place):
     executor = get_executor("ray", 2)
     killed = []
 
-    def watch(said):
+    def watch(line):
         if not killed and (worker := kill_a_worker()) is not None:
             killed.append(worker)
 
@@ -285,8 +285,8 @@ def test_ray_gives_the_same_results_despite_a_lost_node(place):
         assert executor.at_once == 2
         ended = []
 
-        def watch(said):
-            ended.append(said)
+        def watch(line):
+            ended.append(line)
             if machines:
                 cluster.remove_node(machines.pop(), allow_graceful=False)
                 machines.clear()
@@ -330,7 +330,7 @@ def test_submitit_gives_the_same_results(place):
     pytest.importorskip("submitit")
     sweep = a_sweep({"lr": (1e-3,)}, seeds=2)
     trained(place / "here", sweep)
-    run_sweep(open_sweep(sweep, place / "there", False), get_executor("submitit:local", 2), lambda said: None)
+    run_sweep(open_sweep(sweep, place / "there", False), get_executor("submitit:local", 2), lambda line: None)
     assert numbers(place / "there") == numbers(place / "here")
     with pytest.raises(RunError, match=r"submitit:gpu: found no Slurm \(sbatch\) on this machine"):
         get_executor("submitit:gpu", 1)
