@@ -6,6 +6,9 @@ the recipes are torch's own means: `torch.autocast` (as bf16-mixed), and torchao
 halfstep's is on a CPU (as fp8-current). `bare` is an autograd Function with fp8-current's roundings and GEMMs by
 the same kernels, without decisions, checks or records, and torch's fused AdamW: the least that Python and torch take.
 
+Two more races, of 300 small tensors: an optimizer's step, compared with torch's fused AdamW; and a step with a loss
+scale and clipping, compared with torch.amp.GradScaler, clip_grad_norm_ and that AdamW.
+
     python benchmarks/overhead.py [--keep] [--rounds 60] [--recipes A,B]
 """
 
@@ -34,6 +37,8 @@ LAYERS, WIDTH, BATCH, STEPS = 8, 64, 32, 10
 BARS = {"fp32": 1.1, "bf16-mixed": 1.3, "fp8-current": 2.2, "fp8-delayed": 2.2, "coat": 5.0}
 """The largest allowed ratio to the plain loop's time."""
 KEPT = Path(__file__).parent / "results" / "overhead.json"
+TENSORS = 300
+STEPPED, SCALED = ("fp32", "bf16-mixed", "bf16-stochastic", "bf16-master"), ("fp16-mixed", "bf16-mixed")
 
 
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -141,10 +146,52 @@ CURRENT = get_scaling("current")
 PEERS: dict[str, Callable[[nn.Module], nn.Module]] = {"torch.autocast": Autocast, "torchao float8": torchao}
 
 
-def race(recipes: list[str], rounds: int) -> dict[str, list[float]]:
-    """By recipe and peer, the ratio of its time to the plain loop's in each round."""
-    loops = {"": plain(), **{peer: plain(wrap) for peer, wrap in PEERS.items()}}
-    loops |= {"bare": plain(bare, fused=True)} | {recipe: prepared(recipe) for recipe in recipes}
+def many() -> nn.ParameterList:
+    """Small parameters with gradients."""
+    found = nn.ParameterList(nn.Parameter(torch.randn(*((16, 24), (24,))[i % 2])) for i in range(TENSORS))
+    for parameter in found:
+        parameter.grad = torch.randn_like(parameter)
+    return found
+
+
+def step_of_many(recipe: str | None) -> Callable[[], None]:
+    """A function that steps 300 tensors: under a recipe, or by torch's fused AdamW."""
+    model = many()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if recipe is not None:
+        _, optimizer, _ = halfstep.prepare(model, optimizer, recipe)
+        for parameter in model:
+            parameter.grad = torch.randn_like(parameter)
+    return lambda: optimizer.step()
+
+
+def scaled_step_of_many(recipe: str | None) -> Callable[[], None]:
+    """A function that unscales, clips and steps 300 tensors: under a recipe, or as torch does."""
+    model = many()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=1.0)
+    if recipe is not None:
+        _, optimizer, scaler = halfstep.prepare(model, optimizer, recipe)
+    parameters, loss = list(model), torch.ones(())
+    grads = [torch.randn_like(parameter) for parameter in parameters]
+
+    def step() -> None:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        scaler.scale(loss)
+        if recipe is None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(parameters, 1e9)
+        else:
+            scaler.clip_grad_norm_(optimizer, 1e9)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def race(loops: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """By name, the ratio of a loop's time to that of the loop named "" in each round."""
     ratios: dict[str, list[float]] = {name: [] for name in loops if name}
     for number in range(rounds + 2):  # two to warm up
         taken = {}
@@ -157,6 +204,21 @@ def race(recipes: list[str], rounds: int) -> dict[str, list[float]]:
     return ratios
 
 
+def shown(ratios: dict[str, list[float]], peer: str) -> dict[str, Any]:
+    """The medians and quartiles by name, printed."""
+    found = {}
+    for name, each in ratios.items():
+        low, middle, high = statistics.quantiles(each, n=4)
+        found[name] = {"median": round(middle, 3), "quartiles": [round(low, 3), round(high, 3)]}
+        bar = BARS.get(name) if peer == PLAIN else None
+        verdict = "" if bar is None else f", at most {bar} wanted: {'kept' if middle <= bar else 'missed'}"
+        print(f"{name:16} {middle:5.2f} of {peer} (quartiles {low:.2f}, {high:.2f}){verdict}")
+    return found
+
+
+PLAIN = "the plain loop"
+
+
 def main() -> None:
     """Time all, print, and with --keep write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -165,16 +227,18 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help=f"write {KEPT.name}")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    found = {}
-    for recipe, ratios in race(given.recipes.split(","), given.rounds).items():
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        found[recipe] = {"median": round(middle, 3), "quartiles": [round(low, 3), round(high, 3)]}
-        bar = BARS.get(recipe)
-        verdict = "" if bar is None else f", at most {bar} wanted: {'kept' if middle <= bar else 'missed'}"
-        print(f"{recipe:16} {middle:5.2f} of the plain loop (quartiles {low:.2f}, {high:.2f}){verdict}")
+    loops = {"": plain(), **{peer: plain(wrap) for peer, wrap in PEERS.items()}, "bare": plain(bare, fused=True)}
+    found = shown(race(loops | {name: prepared(name) for name in given.recipes.split(",")}, given.rounds), PLAIN)
+    races = {"step": (step_of_many, STEPPED, "fused AdamW"), "scaled": (scaled_step_of_many, SCALED, "torch's")}
+    many_found = {
+        what: shown(race({"": of(None), **{name: of(name) for name in names}}, given.rounds), f"{peer}, {what}")
+        for what, (of, names, peer) in races.items()
+    }
     if given.keep:
         setup = {"layers": LAYERS, "width": WIDTH, "batch": BATCH, "rounds": given.rounds, "torch": torch.__version__}
-        KEPT.write_text(json.dumps({"setup": setup, "of_plain": found, "bars": BARS}, indent=1) + "\n")
+        KEPT.write_text(
+            json.dumps({"setup": setup, "of_plain": found, "bars": BARS, "of_300_tensors": many_found}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":
