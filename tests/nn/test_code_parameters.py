@@ -127,6 +127,21 @@ def test_files_hold_plain_values(name, tmp_path):
 
 
 @every_scaled
+def test_entries_of_a_state_dict_taken_in_inference_mode_can_be_written_to(name):
+    """Such as of the best model, saved by a validation under `@torch.inference_mode()`."""
+    model, optimizer, scaler = prepared(name)
+    train(model, optimizer, scaler, 1)
+    expected = copied(model.state_dict())
+    with torch.inference_mode():
+        entries = model.state_dict()
+    assert_same(dict(entries), dict(expected))
+    train(model, optimizer, scaler, 1)
+    for key, value in entries.items():
+        value.copy_(expected[key])
+    assert_same(values(model), dict(expected))
+
+
+@every_scaled
 def test_state_dict_with_keep_vars_returns_the_parameters(name):
     model, _, _ = prepared(name)
     assert all(

@@ -76,6 +76,17 @@ READS = {
 }
 
 
+@every
+def test_views_in_inference_mode_equal_those_of_a_plain_tensor(quantizer):
+    tensor = code_tensor(quantizer)
+    stock = tensor.values()
+    with torch.inference_mode():
+        for view in (torch.Tensor.detach, torch.Tensor.t, torch.flatten, lambda x: x[1:4], lambda x: x.unbind()[0]):
+            assert view(tensor).is_inference() == view(stock).is_inference()
+            assert_same(view(tensor).clone(), view(stock).clone())
+    assert_same((tensor.detach() * 2).clone(), stock * 2)
+
+
 def saved(x):
     file = io.BytesIO()
     torch.save(x, file)

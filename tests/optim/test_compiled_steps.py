@@ -8,7 +8,7 @@ import halfstep
 from tiny import EVERY, assert_same, model_for, prepared
 
 
-LOOPS = ("fp16-mixed", "fp8-delayed", "adamw-8bit")
+LOOPS = ("fp16-mixed", "fp8-delayed", "adamw-8bit", "fp8lm-o2")
 pytestmark = [  # warnings of torch while it traces
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),

@@ -99,6 +99,15 @@ def test_torch_optimizers_states_load(name, build):
     assert optimizer.state[p]["step"] == expected or scaler.skipped_steps
 
 
+def test_a_state_loads_under_a_default_device():
+    model, optimizer, scaler = prepared("bf16-master")
+    train(model, optimizer, scaler)
+    state = copied(optimizer.state_dict())
+    with torch.device("meta"):
+        optimizer.load_state_dict(state)
+    assert_same(optimizer.state_dict(), state)
+
+
 def test_a_loaded_state_shares_no_storage_with_the_state_dict():
     model, optimizer, scaler = prepared("bf16-master")
     train(model, optimizer, scaler)

@@ -374,6 +374,22 @@ def test_average_of_state_dicts(name):
     assert_same(values(model), values(trained(name)[0]))
 
 
+def test_an_average_in_16_bits_updated_in_inference_mode_warns():
+    model, optimizer, scaler = prepared("bf16-pure")
+    with torch.inference_mode():
+        average = copy.deepcopy(model)
+
+    def run():
+        for _ in range(16):
+            train(model, optimizer, scaler, 1)
+            with torch.inference_mode():
+                for mean, weight in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(weight, 0.001)
+
+    with pytest.warns(UserWarning, match="most of the average never moves"):
+        run()
+
+
 def test_hooks_of_two_copies_are_removed_one_at_a_time():
     """torch iterates over both hooks before each step, so none may be removed meanwhile."""
     model, optimizer, scaler = prepared("bf16-pure")

@@ -322,7 +322,7 @@ def _parameters(places: Sequence[_Place]) -> list[Tensor]:
 
 
 def _version(parameters: Sequence[Tensor]) -> int:
-    return sum(parameter._version for parameter in parameters)
+    return sum(parameter._version for parameter in parameters if not parameter.is_inference())
 
 
 @torch.no_grad()

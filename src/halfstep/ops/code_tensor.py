@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from halfstep.errors import QuantizationError
 from halfstep.ops.codes import decode_parts, encode_parts
 from halfstep.quant import Quantizer
+from halfstep.quant.tracing import untraced
 from halfstep.recipe.storage import scaled_dtype
 
 
@@ -231,11 +232,12 @@ class CodeTensor(Tensor):
     def _viewed(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         like = func(self._part_of(self.whole), *args, **kwargs)
         shape = self.whole.shape
-        return tree_map_only(
-            Tensor,
-            lambda view: CodeTensor(self.parts, self.quantizer, shape, self.dtype, self.scalable, view),
-            like,
-        )
+        with torch.inference_mode(self.is_inference()):  # as torch's views: of the kind of their base
+            return tree_map_only(
+                Tensor,
+                lambda view: CodeTensor(self.parts, self.quantizer, shape, self.dtype, self.scalable, view),
+                like,
+            )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """The names of the stored tensors, for torch.compile, and the other arguments that rebuild this tensor."""
@@ -358,6 +360,7 @@ def round_gradients(weight: CodeTensor, quantizer: Quantizer) -> None:
     round_gradient(weight)
 
 
+@untraced
 def round_gradient(weight: Any) -> None:
     """Replace the parameter's gradient, if it has one, by codes; not if several processes train, since DDP reduces the
     unrounded gradient."""

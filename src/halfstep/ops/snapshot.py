@@ -83,7 +83,7 @@ class Snapshot(Tensor):
 
 def snapshot(tensor: CodeTensor) -> Snapshot:
     """The `Snapshot` of a CodeTensor, an entry for a state dict."""
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():  # an entry may be written to after the block
         return Snapshot(tensor.detach(), tensor.values())  # type: ignore[arg-type]
 
 

@@ -177,7 +177,7 @@ def adopt(
         if name in parts or value is None:
             continue
         if name == "step":
-            state[name] = torch.as_tensor(value).detach().to("cpu", torch.float32, copy=True)
+            state[name] = torch.as_tensor(value, device="cpu").detach().to(torch.float32, copy=True)
         elif name not in keeps and refused(name):
             raise OptimizerError(_of_another(saved, kinds, number))
         elif not isinstance(value, Tensor):
