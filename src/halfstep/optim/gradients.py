@@ -119,6 +119,9 @@ def takes_float32(optimizer: torch.optim.Optimizer) -> bool:
 
 def total_norm(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """The norm of all gradients together, computed in `dtype`; a plain tensor, over all ranks if they are sharded."""
+    groups = alike(grads)
+    if len(groups) == 1 and len(groups[0][1]) == len(grads) and _are_plain(grads):
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, norm_type, dtype=dtype)), norm_type)  # type: ignore[no-any-return,arg-type]
     alone = list(map(_alone, grads))
     norms = [
         torch.linalg.vector_norm(grad, norm_type, dtype=dtype) if apart else grad
