@@ -1,4 +1,5 @@
-"""One number in exact fractions: equal to the tensor reference on every format, and to published values."""
+"""round_exactly, which rounds one number in exact fractions: equal to round_to for every format, and to published
+values."""
 
 import math
 from dataclasses import replace
@@ -19,7 +20,7 @@ every_format = for_each("format", FORMATS, ids=lambda f: f.name)
 
 
 def hard_numbers(format):
-    """Values, boundaries and their surroundings, both ends, zeros, NaN; all exact in float64."""
+    """Values, boundaries and their neighbors, both ends, zeros, NaN; all exact in float64."""
     values = line(format)
     middle = [values.at_most(x) for x in (-1.0, 0.0, 1.0, format.smallest, format.max / 3)]
     found = [0.0, -0.0, math.nan, format.max, format.min, 1.5 * format.max, -1.5 * format.max, 1e300, -1e300]
@@ -34,7 +35,7 @@ def hard_numbers(format):
 
 @pytest.mark.slow
 @every_format
-def test_the_tensor_reference_gives_the_same(format):
+def test_round_exactly_equals_round_to_and_encode(format):
     numbers = hard_numbers(format)
     x = torch.tensor(numbers, dtype=torch.float64)
     for rounding in ROUNDINGS[:-1]:
@@ -56,14 +57,14 @@ def is_special(x):
 
 
 @every_format
-def test_what_has_no_code_is_nan_where_the_format_has_none(format):
+def test_only_nan_in_a_format_without_nan_has_no_code(format):
     assert (round_exactly(math.nan, format).code is None) == (not format.has_nan)
 
 
 @pytest.mark.parametrize(
     "format", slow_unless(lambda f: f.bits <= 8, [f for f in FORMATS if f.bits <= 16]), ids=lambda f: f.name
 )
-def test_the_line_is_the_list(format):
+def test_line_enumerates_the_formats_values_boundaries_and_nan_codes(format):
     values = line(format)
     assert tuple(map(values.value, values.numbers)) == format.values()
     step = max(1, len(values.numbers) // 500)
@@ -95,12 +96,12 @@ def test_the_line_is_the_list(format):
         ("2.5", "e2m1fn", 0b0100),
     ],
 )
-def test_published_codes(x, name, code):
+def test_codes_equal_published_ones(x, name, code):
     """Posit vectors as stillwater-sc/universal gives them; the others by IEEE 754 and OCP's definitions."""
     assert round_exactly(Fraction(x), formats.get(name)).code == code
 
 
-def test_the_working_of_one_number():
+def test_neighbors_boundary_error_and_flags_of_one_number():
     r = round_exactly(Fraction("3.3"), formats.get("e4m3fn"))
     assert (r.below.value, r.above.value, r.boundary) == (Fraction(13, 4), Fraction(7, 2), Fraction(27, 8))
     assert (r.value, r.error, r.gap, r.chance_up) == (3.25, Fraction(-1, 20), Fraction(1, 4), Fraction(1, 5))
@@ -123,13 +124,13 @@ def test_the_working_of_one_number():
         ("1e30", "posit8_2", "ieee", 2.0**24),
     ],
 )
-def test_beyond_the_largest_value(x, name, overflow, value):
+def test_rounding_beyond_the_largest_value(x, name, overflow, value):
     r = round_exactly(Fraction(x), formats.get(name), overflow=overflow)
     assert r.value == value or (math.isnan(r.value) and math.isnan(value))
     assert r.overflow == (x not in ("464", "61439"))
 
 
-def test_stochastic_rounding_has_a_choice_only_between_values():
+def test_stochastic_results_are_undetermined_only_between_values():
     fp16 = formats.get("fp16")
     assert round_exactly(Fraction("1.0003"), fp16, "stochastic").value is None
     assert round_exactly(Fraction(1), fp16, "stochastic").value == 1.0
@@ -138,37 +139,39 @@ def test_stochastic_rounding_has_a_choice_only_between_values():
     assert round_exactly(Fraction(70000), fp16, "stochastic", "ieee").value == math.inf
 
 
-def test_unknown_modes_are_named():
+def test_unknown_roundings_and_overflows_raise():
     with pytest.raises(FormatError, match="unknown rounding 'nearest'; nearest: nearest"):
         round_exactly(Fraction(1), formats.get("fp16"), "nearest")
     with pytest.raises(FormatError, match="unknown overflow 'wrap'"):
         round_exactly(Fraction(1), formats.get("fp16"), overflow="wrap")
 
 
-def test_the_modes_are_those_of_tensors():
+def test_modes_equal_those_of_round_to():
     assert ROUNDINGS == quant.rounding.ROUNDINGS
     assert OVERFLOWS == quant.cast.OVERFLOWS
 
 
-def test_neighbours_of_a_posit_beyond_its_ends():
+def test_neighbors_beyond_the_largest_posit():
     posit = formats.get("posit8_0", Posit)
     below, above = neighbours(Fraction(100), posit)
     assert (below.value, above) == (64, None)
 
 
-def same(one, other):
-    """Equality, of values that are NaN too, which dataclasses tell apart from Python 3.13 on."""
+def assert_same_result(one, other):
+    """Equality, of NaN values too, which dataclasses compare unequal from Python 3.13 on."""
     assert vars(one) | {"value": None} == vars(other) | {"value": None}
     assert repr(one.value) == repr(other.value)
 
 
 @for_each("sign", [1, -1])
 @for_each("name", formats.names())
-def test_numbers_beyond_every_float_overflow_and_underflow(name, sign):
+def test_numbers_beyond_float64_overflow_and_underflow(name, sign):
     format = formats.get(name)
     for overflow in OVERFLOWS:
         far = round_exactly(sign * Fraction(10) ** 999, format, overflow=overflow)
-        same(far, replace(round_exactly(sign * Fraction(2) ** 900, format, overflow=overflow), x=far.x))
+        assert_same_result(far, replace(round_exactly(sign * Fraction(2) ** 900, format, overflow=overflow), x=far.x))
         near = round_exactly(sign * Fraction(10) ** -999, format, overflow=overflow)
-        same(near, replace(round_exactly(sign * Fraction(2) ** -900, format, overflow=overflow), x=near.x))
+        assert_same_result(
+            near, replace(round_exactly(sign * Fraction(2) ** -900, format, overflow=overflow), x=near.x)
+        )
     assert far.error is None or far.error == Fraction(far.value) - far.x

@@ -1,4 +1,4 @@
-"""The formats are the ones that the standards and the vendors define."""
+"""Formats have the properties that standards and vendors define."""
 
 import math
 from statistics import NormalDist
@@ -56,7 +56,7 @@ SPECIALS = {
     "nf4": ([], 0),
     "int8": ([], 0),
 }
-# The dtypes of ml_dtypes and numpy, whose codes must be exactly ours; narrow ones sit in the low bits of a byte.
+# The dtypes of ml_dtypes and numpy, whose codes must equal halfstep's; narrow ones use the low bits of a byte.
 CODES = {
     "bf16": ml_dtypes.bfloat16,
     "fp16": np.float16,
@@ -101,13 +101,13 @@ NAMES = {
 every_listed = pytest.mark.parametrize("name", oracle.LISTED)
 
 
-def decoded(name):
+def decoded_values(name):
     f = formats.get(name)
     return np.array([f.decode(code) for code in range(2**f.bits)])
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_numbers_of_the_table(name):
+def test_float_formats_have_the_properties_of_the_table(name):
     f = formats.get(name)
     found = (f.exponent_bits, f.mantissa_bits, f.bias, f.max, f.min_normal, f.min_subnormal, f.eps)
     assert (*found, f.has_infinity, f.has_nan, f.has_negative_zero) == TABLE[name][:10]
@@ -126,18 +126,18 @@ def test_the_scale_format_has_neither_sign_nor_zero():
 
 @pytest.mark.quick("float8_e5m2", "float8_e5m2fnuz", "float8_e3m4", "float6_e2m3fn", "float4_e2m1fn", "float8_e8m0fnu")
 @pytest.mark.parametrize("name", SPECIALS)
-def test_codes_that_are_no_numbers(name):
+def test_codes_of_infinities_and_the_count_of_nans(name):
     infinities, nans = SPECIALS[name]
-    values = decoded(name)
+    values = decoded_values(name)
     assert np.flatnonzero(np.isinf(values)).tolist() == infinities
     assert np.isnan(values).sum() == nans
 
 
 @pytest.mark.quick("float8_e5m2", "float8_e4m3b11fnuz", "float8_e3m4", "int8", "int4", "bnb_fp4")
 @pytest.mark.parametrize("name", slow_unless(lambda name: formats.get(name).bits <= 8 or name == "fp16", oracle.LISTED))
-def test_values_and_boundaries_are_the_oracles(name):
+def test_values_and_boundaries_equal_the_oracles(name):
     f, expected = formats.get(name), oracle.listed(name)
-    np.testing.assert_array_equal(decoded(name), expected.decoded)
+    np.testing.assert_array_equal(decoded_values(name), expected.decoded)
     np.testing.assert_array_equal(f.values(), expected.values)
     np.testing.assert_array_equal(f.boundaries(), expected.cuts)
     assert (f.bits, f.max, f.min, f.signed) == (expected.bits, expected.max, expected.min, expected.signed)
@@ -155,19 +155,19 @@ def test_eps_is_the_gap_above_one(name):
 
 
 @pytest.mark.parametrize("name", CODES)
-def test_every_code_is_what_ml_dtypes_and_numpy_read(name):
+def test_every_code_decodes_as_in_ml_dtypes_and_numpy(name):
     bits = formats.get(name).bits
     codes = np.arange(2**bits, dtype=np.uint16 if bits > 8 else np.uint8)
     with np.errstate(invalid="ignore"):  # NaN codes
         expected = codes.view(CODES[name]).astype(np.float64)
-    found = decoded(name)
+    found = decoded_values(name)
     np.testing.assert_array_equal(found, expected)
     number = ~np.isnan(expected)
     np.testing.assert_array_equal(np.signbit(found[number]), np.signbit(expected[number]))
 
 
 @pytest.mark.parametrize("name", GFLOAT)
-def test_every_code_is_what_gfloat_reads(name):
+def test_every_code_decodes_as_in_gfloat(name):
     f = formats.get(name)
     for code in range(0, 2**f.bits, 1 if f.bits <= 8 else 97):
         expected = decode_float(GFLOAT[name], code).fval
@@ -188,7 +188,7 @@ def test_every_code_is_what_gfloat_reads(name):
         ("int4", [1, 2, 3, 4, 5, 6, 7]),
     ],
 )
-def test_lists_of_values(name, positive):
+def test_values_of_small_formats(name, positive):
     assert list(formats.get(name).values()) == [-v for v in reversed(positive)] + [0] + positive
 
 
@@ -202,7 +202,7 @@ def test_lists_of_values(name, positive):
         ("e3m4", 0.234375),
     ],
 )
-def test_largest_subnormals(name, largest):
+def test_largest_subnormals_of_fp8_formats(name, largest):
     f = formats.get(name)
     assert max(v for v in f.values() if v < f.min_normal) == largest
 
@@ -211,7 +211,7 @@ def test_largest_subnormals(name, largest):
     ("bits", "es", "largest", "ulp"),
     [(8, 0, 6, 5), (8, 1, 12, 4), (8, 2, 24, 3), (16, 1, 28, 12), (16, 2, 56, 11), (32, 2, 120, 27)],
 )
-def test_numbers_of_the_posits(bits, es, largest, ulp):
+def test_properties_of_posits(bits, es, largest, ulp):
     f = formats.get(f"posit{bits}_{es}")
     assert (f.bits, f.max, f.min, f.smallest) == (bits, 2.0**largest, -(2.0**largest), 2.0**-largest)
     assert (f.eps, f.has_nan, f.has_infinity, f.has_negative_zero) == (2.0**-ulp, True, False, False)
@@ -220,8 +220,8 @@ def test_numbers_of_the_posits(bits, es, largest, ulp):
 
 
 @given(data=st.data(), bits=st.integers(2, 32), es=st.integers(0, 5))
-def test_posit_codes_by_both_methods(data, bits, es):
-    """Both readings of the standard, over every size: the magnitude's, and the closed form on the bits as they are."""
+def test_posit_codes_decode_alike_by_two_methods(data, bits, es):
+    """Two readings of the standard, over every size: by the magnitude, and the closed form on the bits as they are."""
     code = data.draw(st.integers(0, 2**bits - 1))
     first, second = oracle.posit_by_magnitude(code, bits, es), oracle.posit_closed_form(code, bits, es)
     assert first == second
@@ -230,15 +230,15 @@ def test_posit_codes_by_both_methods(data, bits, es):
 
 
 @pytest.mark.parametrize(("bits", "es"), [(8, 0), (8, 1), (8, 2), (9, 3), (10, 1)])
-def test_both_methods_agree_on_every_posit_code(bits, es):
+def test_the_oracles_two_methods_agree_on_every_posit_code(bits, es):
     for code in range(2**bits):
         assert oracle.posit_by_magnitude(code, bits, es) == oracle.posit_closed_form(code, bits, es)
 
 
 @pytest.mark.parametrize("name", ["posit8_0", "posit8_2", "posit16_1"])
-def test_posits_are_ordered_like_signed_integers_and_negated_like_them(name):
+def test_posits_are_ordered_and_negated_like_signed_integers(name):
     f = formats.get(name)
-    values = decoded(name)
+    values = decoded_values(name)
     middle = 2 ** (f.bits - 1)
     ordered = np.concatenate([values[middle + 1 :], values[:middle]])
     assert (np.diff(ordered) > 0).all()
@@ -246,8 +246,8 @@ def test_posits_are_ordered_like_signed_integers_and_negated_like_them(name):
 
 
 @pytest.mark.slow
-def test_which_posits_other_formats_hold():
-    """Every 8-bit posit is exact in bfloat16; of posit8_2, 8 codes are too large for float16."""
+def test_posits_that_bfloat16_float16_and_float32_represent():
+    """Every 8-bit posit is exact in bfloat16; of posit8_2, 8 values are too large for float16."""
     for name in ("posit8_0", "posit8_1", "posit8_2"):
         values = torch.tensor(formats.get(name).values(), dtype=torch.float64)
         assert (values.bfloat16().double() == values).all()
@@ -279,7 +279,7 @@ def test_bits_used_and_bytes_stored(name, bits, storage, bytes):
 
 
 @pytest.mark.parametrize("name", oracle.WIDE)
-def test_values_of_a_wide_format_are_not_listed(name):
+def test_listing_the_values_of_a_wide_format_raises(name):
     with pytest.raises(FormatError, match=r"has \d+ bits.* at most 16"):
         formats.get(name).values()
     with pytest.raises(FormatError, match=r"has \d+ bits.* at most 16"):
@@ -288,18 +288,18 @@ def test_values_of_a_wide_format_are_not_listed(name):
 
 @pytest.mark.parametrize("name", ["e4m3fn", "int8", "posit8_2", "nf4", "e8m0", "fp32"])
 @pytest.mark.parametrize("past", [-1, 0])
-def test_a_code_that_is_none_is_refused(name, past):
+def test_decoding_a_code_out_of_range_raises(name, past):
     f = formats.get(name)
     with pytest.raises(FormatError, match=f"{f.name} has codes 0 to "):
         f.decode(past or 2**f.bits)
 
 
 @pytest.mark.parametrize(("name", "alias"), [(n, a) for n, aliases in NAMES.items() for a in aliases])
-def test_found_by_name_alias_and_dtype(name, alias):
+def test_formats_are_found_by_name_alias_and_dtype(name, alias):
     assert formats.get(alias) is formats.get(name)
 
 
-def test_a_format_is_its_own_name():
+def test_get_returns_a_given_format():
     assert formats.get(formats.get("bf16")) is formats.get("bf16")
 
 
@@ -307,13 +307,13 @@ def test_a_format_is_its_own_name():
     ("name", "words"),
     [("bf61", "'bf61'; nearest: bf16"), ("e9", "Known: "), (None, "None"), ("mxfp4", "block format"), ("e1m2", "e1m2")],
 )
-def test_an_unknown_name_shows_the_nearest(name, words):
+def test_unknown_names_raise_and_suggest_the_nearest(name, words):
     with pytest.raises(FormatError, match=words) as caught:
         formats.get(name)
     assert isinstance(caught.value, ValueError)
 
 
-def test_names_are_widest_first():
+def test_names_are_listed_from_the_widest():
     sizes = [formats.get(name).bytes for name in formats.names()]
     assert sizes == sorted(sizes, reverse=True)
     assert formats.names()[0] == "fp32"
@@ -325,7 +325,7 @@ def test_every_format_names_its_source(name):
 
 
 @given(exponent=st.integers(2, 8), mantissa=st.integers(0, 4))
-def test_any_split_of_the_bits_has_a_name(exponent, mantissa):
+def test_any_exponent_and_mantissa_bits_name_an_ieee_format(exponent, mantissa):
     """`e5m2`, `e6m3` ...: IEEE style, unless the name is that of a format (`e2m1` is OCP's, without infinities)."""
     f = formats.get(f"e{exponent}m{mantissa}")
     if f.name in formats.names():
@@ -351,13 +351,13 @@ def test_any_split_of_the_bits_has_a_name(exponent, mantissa):
         (("far", 4, 3, 700), "bias 700"),
     ],
 )
-def test_an_impossible_float_is_refused(arguments, words):
+def test_invalid_floats_raise(arguments, words):
     with pytest.raises(FormatError, match=words):
         Float(*arguments, source="made up")
 
 
 @pytest.mark.parametrize(("bits", "es"), [(1, 0), (33, 2), (8, 6), (8, -1)])
-def test_an_impossible_posit_is_refused(bits, es):
+def test_invalid_posits_raise(bits, es):
     with pytest.raises(FormatError, match=r"2 to 32 bits and es from 0 to 5"):
         formats.posit(bits, es)
 
@@ -366,18 +366,18 @@ def test_an_impossible_posit_is_refused(bits, es):
     ("table", "words"),
     [((0.0, 1.0, 2.0), "3 entries"), ((0.0, 1.0, 2.0, math.inf), "finite"), ((0.0, -1.0, -2.0, -3.0), "positive")],
 )
-def test_an_impossible_codebook_is_refused(table, words):
+def test_invalid_codebooks_raise(table, words):
     with pytest.raises(FormatError, match=words):
         formats.Codebook("made", table, source="made up")
 
 
 @pytest.mark.parametrize(("low", "high"), [(1, 3), (-9, 7), (0, 0), (0, 2**16)])
-def test_an_impossible_integer_is_refused(low, high):
+def test_invalid_integers_raise(low, high):
     with pytest.raises(FormatError, match=f"range {low} to {high}"):
         formats.Integer("made", low, high, source="made up")
 
 
-def test_a_made_up_format_works_as_it_is():
+def test_round_to_takes_a_custom_float():
     e8m3 = formats.ieee("e8m3", 8, 3, "made up")
     x = torch.tensor([1.0, 1.06, 1.07, -1.1875, 3e38, 2.0**-128])
     expected = torch.tensor([1.0, 1.0, 1.125, -1.25, 14 * 2.0**124, 2.0**-128])
@@ -385,7 +385,7 @@ def test_a_made_up_format_works_as_it_is():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_users_own_codebook_works_as_it_is(dtype):
+def test_round_to_and_encode_take_a_custom_codebook(dtype):
     book = formats.Codebook("cubes", (-1.0, -0.125, 0.125, 1.0), source="made up")
     x = torch.tensor([-3.0, -0.5, -0.1, 0.0, 0.25, 0.5625, 0.57, 2.0]).to(dtype)
     expected = torch.tensor([-1.0, -0.125, -0.125, -0.125, 0.125, 0.125, 1.0, 1.0]).to(dtype)
@@ -393,8 +393,8 @@ def test_a_users_own_codebook_works_as_it_is(dtype):
     assert halfstep.encode(x, book).tolist() == [0, 1, 1, 1, 2, 2, 3, 3]
 
 
-def test_quantiles_of_the_normal_distribution_make_nf4():
-    """The construction of QLoRA: quantiles at 8 and 9 evenly spaced points, zero added, divided by the largest."""
+def test_nf4_values_are_quantiles_of_the_normal_distribution():
+    """The construction of QLoRA: quantiles at 8 and 9 evenly spaced points, with zero, divided by the largest."""
     inverse = NormalDist().inv_cdf
     positive = [inverse(p) for p in np.linspace(0.9677083, 0.5, 9)[:-1]]
     negative = [-inverse(p) for p in np.linspace(0.9677083, 0.5, 8)[:-1]]

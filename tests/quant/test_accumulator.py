@@ -1,4 +1,4 @@
-"""Sums of products that are not float32's: against fractions, numpy's float16 and a model of Hopper's FP8 tensor
+"""Matmuls whose sums are not in float32: against exact fractions, numpy's float16 and a model of Hopper's FP8 tensor
 cores."""
 
 import itertools
@@ -31,7 +31,7 @@ def draw(*shape, seed=0, spread=0.0):
 
 
 def nearest(number, dtype):
-    """The number of a dtype nearest to a fraction, ties to even; no overflow."""
+    """The value of a dtype nearest to a fraction, ties to even; without overflow."""
     info, size = torch.finfo(dtype), abs(number)
     least = Fraction(info.tiny)
     while size >= 2 * least:
@@ -42,7 +42,7 @@ def nearest(number, dtype):
 
 @pytest.mark.quick("fp16-dtype0")
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
-def test_a_product_at_a_time_is_a_chain_of_fused_multiply_adds(name, dtype):
+def test_one_product_at_a_time_is_a_chain_of_fused_multiply_adds(name, dtype):
     lhs, rhs = draw(3, 60, spread=4.0), draw(60, 2, seed=1, spread=4.0) / 64
     expected = torch.zeros(3, 2)
     for i, j in itertools.product(range(3), range(2)):
@@ -53,7 +53,7 @@ def test_a_product_at_a_time_is_a_chain_of_fused_multiply_adds(name, dtype):
     same_bits(accumulate(lhs, rhs, Accumulator(formats.get(name))), expected)
 
 
-def test_fp16_into_fp16_is_numpys():
+def test_fp16_accumulation_equals_numpys():
     lhs, rhs = draw(9, 700), draw(700, 11, seed=1)
     a, b, running = lhs.double().numpy(), rhs.double().numpy(), np.zeros((9, 11), np.float16)
     for k in range(700):
@@ -61,7 +61,7 @@ def test_fp16_into_fp16_is_numpys():
     same_bits(accumulate(lhs, rhs, Accumulator(FP16)), torch.from_numpy(running).float())
 
 
-def test_a_block_is_summed_in_float32():
+def test_the_products_of_a_block_are_summed_in_float32():
     lhs, rhs = draw(4, 50), draw(50, 3, seed=1)
     expected = torch.zeros(4, 3)
     for start in range(0, 50, 16):
@@ -79,7 +79,7 @@ def normal_e4m3(*shape, seed):
 
 @pytest.mark.parametrize("shared", [32, 100, 128, 515, 4096])
 @pytest.mark.parametrize("fast", [True, False])
-def test_aligned_sums_are_hoppers(shared, fast):
+def test_aligned_sums_equal_the_model_of_hopper(shared, fast):
     lhs, rhs = normal_e4m3(5, shared, seed=0), normal_e4m3(7, shared, seed=1)
     step, total = shared if fast else 128, torch.zeros(5, 7)
     for start in range(0, shared, step):
@@ -90,7 +90,7 @@ def test_aligned_sums_are_hoppers(shared, fast):
     same_bits(accumulate(lhs.float(), rhs.float().t(), named), total)
 
 
-def test_positive_sums_shrink_as_was_measured():
+def test_positive_sums_shrink_as_measured_on_hopper():
     """E4M3, all positive, K = 4096: fast sums are 7% too small, promoted ones 0.06%."""
     lhs, rhs = (draw(16, 4096, seed=seed).abs().to(torch.float8_e4m3fn).float() for seed in (0, 1))
     exact = (lhs.double() @ rhs.double().t()).float()
@@ -110,7 +110,7 @@ def test_positive_sums_shrink_as_was_measured():
 )
 @pytest.mark.parametrize("accumulator", ACCUMULATORS, ids=str)
 @pytest.mark.parametrize("shape", [(3, 5, 7), (33, 300, 150), (1, 1, 1), (2, 0, 3), (0, 4, 2)])
-def test_the_kernel_is_the_reference(accumulator, shape):
+def test_the_kernel_equals_the_reference(accumulator, shape):
     rows, shared, columns = shape
     for scale in (1.0, 300.0, 2.0**-13, 2.0**-60):
         lhs, rhs = draw(rows, shared) * scale, draw(shared, columns, seed=1)
@@ -121,7 +121,7 @@ def test_the_kernel_is_the_reference(accumulator, shape):
 
 
 @pytest.mark.parametrize("accumulator", ACCUMULATORS, ids=str)
-def test_infinities_and_nan_arrive(accumulator):
+def test_infinities_and_nan_propagate(accumulator):
     lhs, rhs = draw(4, 40), draw(40, 5, seed=1)
     lhs[0, 3], lhs[1, 20] = torch.inf, torch.nan
     rhs[3, 0] = 0.0
@@ -149,6 +149,6 @@ def test_sums_beyond_the_range_are_infinite():
         ({"aligned": True}, "5 exponent bits"),
     ],
 )
-def test_what_cannot_be_summed_is_refused(options, message):
+def test_invalid_accumulators_raise(options, message):
     with pytest.raises(QuantizationError, match=message):
         Accumulator(**{"format": FP16, **options})

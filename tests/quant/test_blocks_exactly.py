@@ -1,4 +1,4 @@
-"""Block formats are what their definitions say, bit for bit: codes, scales, packing and the values that come back."""
+"""Block formats equal the oracle bit for bit: codes, scales, packing and dequantized values."""
 
 import itertools
 
@@ -37,8 +37,8 @@ every_dtype = pytest.mark.parametrize(
 ONE_TILE = [name for name, (_, tile, _) in blocks.BLOCKS.items() if tile[0] == 1 and tile[1]]
 
 
-def matches(name, rule, x):
-    """Quantise x, and compare all that is stored and what comes back with the oracle's."""
+def assert_like_oracle(name, rule, x):
+    """Quantize x, and compare all stored tensors and the dequantized values with the oracle's."""
     found = get_quantizer(name, scale=rule).quantize(x)
     matrix = x.reshape(-1, x.shape[-1] if x.dim() else 1)
     wide = matrix.numpy() if x.dtype in (torch.float32, torch.float64) else matrix.float().numpy()
@@ -74,28 +74,28 @@ def matches(name, rule, x):
     "uint4_64-affine-dtype175",
 )
 @every_dtype
-def test_normal_numbers_of_many_sizes(name, rule, dtype):
-    """Rows of 200 in blocks of every length, the last ones short; each row of another order of magnitude."""
+def test_normal_values_of_many_magnitudes(name, rule, dtype):
+    """Rows of 200 elements in blocks of every length, the last ones short; each row of another order of magnitude."""
     rows = 3 if rule == "four_over_six" else 12
     random = np.random.default_rng(3)
     x = random.standard_normal((rows, 200)) * 10.0 ** random.integers(-4, 4, (rows, 1))
-    matches(name, rule, torch.from_numpy(x).to(dtype))
+    assert_like_oracle(name, rule, torch.from_numpy(x).to(dtype))
 
 
 @pytest.mark.quick("int4_64-absmax", "uint8_row-affine", "uint4_64-affine")
 @every_rule
 @for_each("shape", [(1, 1), (3, 7), (2, 3, 40), (5,), (130, 131)])
-def test_shapes(name, rule, shape):
+def test_blocks_of_any_shape(name, rule, shape):
     if blocks.BLOCKS[name][1][0] == 1 and shape[0] == 130:
         shape = (9, 131)
-    matches(name, rule, torch.randn(shape))
+    assert_like_oracle(name, rule, torch.randn(shape))
 
 
 @every_rule
-def test_a_large_tensor_has_more_than_one_group_of_scales(name, rule):
+def test_double_quantized_scales_of_several_groups(name, rule):
     if rule != "double_absmax":
         return
-    matches(name, rule, torch.randn(70, 64 * 5 - 3))
+    assert_like_oracle(name, rule, torch.randn(70, 64 * 5 - 3))
 
 
 @pytest.mark.quick("floor-mxfp8_e4m3", "ceil-mxfp8_e4m3", "even-mxfp8_e4m3", "even-fp8_1x128", "rceil-fp8_1x128")
@@ -103,7 +103,7 @@ def test_a_large_tensor_has_more_than_one_group_of_scales(name, rule):
 @pytest.mark.parametrize("rule", blocks.POWERS_OF_TWO)
 @for_each("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_power_of_two_scales_around_every_threshold(name, rule, dtype):
-    """One block for each amax: the element's max and every bound of a rule times powers of two, with neighbours."""
+    """One block for each amax: the element's max and every bound of a rule times powers of two, with neighbors."""
     if name == "fp8_1x128" and rule != "rceil":
         return
     element, (_, columns), _ = blocks.BLOCKS[name]
@@ -117,7 +117,7 @@ def test_power_of_two_scales_around_every_threshold(name, rule, dtype):
     amax = amax[amax.isfinite()]
     x = torch.randn(len(amax), columns, dtype=torch.float64).clamp(-1, 1).to(dtype) * amax[:, None] * 0.9
     x[:, 3] = -amax
-    matches(name, rule, x)
+    assert_like_oracle(name, rule, x)
 
 
 @pytest.mark.quick(
@@ -131,11 +131,11 @@ def test_power_of_two_scales_around_every_threshold(name, rule, dtype):
     "int4_64-absmax-dtype165",
 )
 @every_dtype
-def test_zeros(name, rule, dtype):
+def test_zeros_stay_zero(name, rule, dtype):
     x = torch.zeros(3, 256, dtype=dtype)
     x[0] = -0.0
     x[1, 5] = 1.0
-    found = matches(name, rule, x)
+    found = assert_like_oracle(name, rule, x)
     assert found.dequantize()[1, 5].item() == pytest.approx(1.0, rel=0.1)
     same_bits(found.dequantize().abs(), x.abs().where(x == 0, found.dequantize()[1, 5]))
     same_bits(get_quantizer(name, scale=rule)(torch.zeros(2, 64, dtype=dtype)), torch.zeros(2, 64, dtype=dtype))
@@ -145,8 +145,8 @@ def test_zeros(name, rule, dtype):
 @every_rule
 def test_subnormal_blocks(name, rule):
     x = torch.randint(-5, 6, (3, 256)) * 2.0**-149
-    matches(name, rule, x)
-    matches(name, rule, x * 2**20)
+    assert_like_oracle(name, rule, x)
+    assert_like_oracle(name, rule, x * 2**20)
 
 
 @pytest.mark.quick(
@@ -157,12 +157,12 @@ def test_huge_blocks(name, rule):
     x = torch.randn(3, 256).clamp(-1, 1) * torch.finfo(torch.float32).max
     x[1] /= 2
     x[2, 3] = torch.finfo(torch.float32).max
-    assert matches(name, rule, x).dequantize().isfinite().all()
+    assert assert_like_oracle(name, rule, x).dequantize().isfinite().all()
 
 
 @pytest.mark.parametrize("name", ONE_TILE)
 @for_each("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_number_that_is_none_takes_its_own_tile_with_it(name, bad):
+def test_nan_or_infinity_makes_its_tile_nan_and_no_other(name, bad):
     columns = blocks.BLOCKS[name][1][1]
     x = torch.randn(4, 2 * columns)
     x[1, columns + 3] = bad
@@ -178,22 +178,22 @@ def test_a_number_that_is_none_takes_its_own_tile_with_it(name, bad):
 
 @every_rule
 @for_each("shape", [(0,), (0, 32), (3, 0)])
-def test_empty(name, rule, shape):
+def test_empty_tensors(name, rule, shape):
     found = get_quantizer(name, scale=rule).quantize(torch.zeros(shape))
     assert found.dequantize().shape == shape
 
 
 @pytest.mark.quick("mxint8-rceil", "fp8_1x128-absmax", "fp8_128x128-absmax", "nf4-absmax")
 @every_rule
-def test_layout_does_not_matter(name, rule):
+def test_strides_do_not_change_the_result(name, rule):
     x = torch.randn(40, 40)
     for view in (x.t(), x[::2, 1::3], x[:1].expand(4, 40)):
         same_bits(get_quantizer(name, scale=rule)(view), get_quantizer(name, scale=rule)(view.contiguous()))
 
 
 @pytest.mark.parametrize(("name", "rule"), [r for r in RULES if r[1] in blocks.POWERS_OF_TWO])
-def test_twice_is_once_where_the_scale_is_a_power_of_two(name, rule):
-    """With its own scale a tile's values are already in the format; a smaller amax may choose a smaller scale."""
+def test_power_of_two_scaled_values_are_unchanged_by_quantizing_again(name, rule):
+    """Under its own scale a tile's values are in the format already; a smaller amax may choose a smaller scale."""
     x = torch.randn(16, 256)
     once = get_quantizer(name, scale=rule).quantize(x)
     again = get_quantizer(name, scale=rule).quantize(once.dequantize())
@@ -221,14 +221,14 @@ def test_twice_is_once_where_the_scale_is_a_power_of_two(name, rule):
         ("mxint8", "floor", [-1.999, 1 / 128], 127, [-127 / 64, 0.0]),
     ],
 )
-def test_worked_vectors(name, rule, block, byte, decoded):
+def test_scales_and_values_worked_by_hand(name, rule, block, byte, decoded):
     x = torch.tensor([[block[0]] + [block[1]] * 31])
     found = get_quantizer(name, scale=rule).quantize(x)
     assert found.scale.tolist() == [[byte]]
     same_bits(found.dequantize(), torch.tensor([[decoded[0]] + [decoded[1]] * 31]))
 
 
-def test_cut_points_of_nvfp4():
+def test_ties_of_nvfp4_go_to_the_even_code():
     """Ties of e2m1 go to the even code: 0.25 to 0, 0.75 to 1, 1.25 to 1, 1.75 to 2, 2.5 to 2, 3.5 to 4, 5 to 4."""
     x = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] * 2]) * 448
     found = get_quantizer("nvfp4").quantize(x)
@@ -239,11 +239,14 @@ def test_cut_points_of_nvfp4():
 
 @for_each("power", [-149, -140, -130, -124, -120, -110, 0, 100])
 def test_two_level_up_clips_nothing(power):
-    """Maxima of every size, under tensors of every size: subnormal numbers, and maxima just above a scale of E4M3."""
+    """Amaxes of every magnitude, in tensors of every magnitude: subnormal values, and amaxes just above an E4M3
+    scale."""
     generator = torch.Generator().manual_seed(power + 149)
     x = torch.randn(400, 16, generator=generator, dtype=torch.float64) * 2.0 ** (power + 8)
     x *= torch.randint(-12, 12, (400, 1), generator=generator).double().exp2()
-    x[:50] = torch.nextafter((formats_of_e4m3()[:50, None] * 6).float(), torch.tensor(torch.inf)).double() * 2.0**power
+    x[:50] = (
+        torch.nextafter((positive_e4m3_values()[:50, None] * 6).float(), torch.tensor(torch.inf)).double() * 2.0**power
+    )
     x = x.float()
     clipped = {}
     for rule in ("two_level", "two_level_up"):
@@ -254,12 +257,12 @@ def test_two_level_up_clips_nothing(power):
     assert clipped["two_level"] or power == -149
 
 
-def formats_of_e4m3():
-    """The positive numbers of E4M3 from the largest down."""
+def positive_e4m3_values():
+    """The positive values of E4M3 from the largest down."""
     return torch.tensor([formats.get("e4m3fn").decode(code) for code in range(0x7E, 0, -1)], dtype=torch.float64)
 
 
-def test_four_over_six_keeps_six_where_the_errors_are_equal():
+def test_four_over_six_scales_to_six_where_the_errors_are_equal():
     """256 * 6 and 384 * 4 are both exactly the block's maximum."""
     found = get_quantizer("nvfp4", scale="four_over_six").quantize(torch.eye(1, 16) * 1536)
     assert found.tensors["tensor_scale"].item() == 1
@@ -267,11 +270,11 @@ def test_four_over_six_keeps_six_where_the_errors_are_equal():
 
 
 def test_four_over_six_compares_errors_exactly():
-    """Of 16 and of 256 elements that tie but for small ones, which make sums of float64s round, in any order."""
+    """Blocks of 16 and of 256 elements that tie but for small ones, whose float64 sums round, in any order."""
     x, shuffled = tied((48, 64)), torch.randperm(16, generator=torch.Generator().manual_seed(0))
     other = x.view(48, 4, 16)[:, :, shuffled].reshape(48, 64)
     for each in (x, other, x.flip(0).contiguous()):
-        matches("nvfp4", "four_over_six", each)
+        assert_like_oracle("nvfp4", "four_over_six", each)
     for tile, times in ((Tile(1, 16), 16), (Tile(16, 16), 1)):
         quantizer = Quantizer(formats.get("e2m1fn"), scales=Scales(tile, get_scaling("four_over_six")))
         for each in (x, other):
@@ -280,7 +283,7 @@ def test_four_over_six_compares_errors_exactly():
 
 
 def e4m3_values(codes):
-    """The numbers of codes of E4M3."""
+    """The values of E4M3 codes."""
     return codes.view(torch.float8_e4m3fn).float()
 
 
@@ -293,12 +296,12 @@ def e4m3_values(codes):
         ("mxfp6_e2m3", [0.125, 7.5], [0xC1, 0x07]),
     ],
 )
-def test_packed_bytes(element, codes, packed):
+def test_codes_are_packed_into_bytes(element, codes, packed):
     assert get_quantizer(element).quantize(torch.tensor(codes)).codes.tolist() == [packed]
 
 
 @every_block
-def test_every_block_format_has_an_oracle_and_its_numbers(name):
+def test_every_block_format_has_an_oracle_and_its_properties(name):
     f = formats.get_block(name)
     element, tile, rule = blocks.BLOCKS[name]
     assert (f.element.name, f.tile, f.rules[0]) == (element, tile, rule)
@@ -309,8 +312,8 @@ def test_every_block_format_has_an_oracle_and_its_numbers(name):
 @pytest.mark.quick("ceil", "below")
 @pytest.mark.parametrize("rule", [*blocks.POWERS_OF_TWO, "below"])
 @for_each("format", ["e4m3fn", "e5m2", "e2m1fn", "ocp_int8", "fp16"])
-def test_the_factor_of_one_maximum_is_that_of_many(rule, format):
-    """A number of its own is looked at in Python, and a tensor of them in torch."""
+def test_scale_factors_of_one_amax_and_of_many_are_equal(rule, format):
+    """A scalar amax is computed in Python, a tensor of amaxes in torch."""
     scaling, element = get_scaling(rule), formats.get(format)
     powers = torch.arange(-149, 128, dtype=torch.float64).exp2().float()
     around = (torch.full_like(powers, end) for end in (0.0, torch.inf))
@@ -323,12 +326,12 @@ def test_the_factor_of_one_maximum_is_that_of_many(rule, format):
 @pytest.mark.parametrize(
     ("name", "bits"), [("mxfp8_e4m3", 8.25), ("mxfp6_e3m2", 6.25), ("mxfp4", 4.25), ("mxint8", 8.25), ("nvfp4", 4.5)]
 )
-def test_bits_per_value(name, bits):
+def test_bits_per_value_include_scales(name, bits):
     assert formats.get_block(name).bits == bits
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "nvfp4", "nf4"])
-def test_stochastic_elements_are_neighbours_and_right_on_average(name):
+def test_stochastic_elements_are_neighbors_and_unbiased(name):
     x = torch.linspace(-1, 1, 64).repeat(4000, 1)
     scaled = get_quantizer(name, rounding="stochastic")
     result = scaled(x, 5).double()

@@ -1,4 +1,4 @@
-"""Block formats beside torchao, bitsandbytes and gfloat; where one differs on purpose, the difference is stated."""
+"""Block formats compared with torchao, bitsandbytes and gfloat; intended differences are asserted."""
 
 import warnings
 
@@ -38,8 +38,8 @@ GFLOAT = {
 RULES = {rule: getattr(ScaleCalculationMode, rule.upper()) for rule in ("floor", "ceil", "even", "rceil")}
 
 
-def numbers(rows=64, columns=256, dtype=torch.float32):
-    """Rows of different sizes, blocks at thresholds of the rules among them."""
+def samples(rows=64, columns=256, dtype=torch.float32):
+    """Rows of different magnitudes, with blocks at thresholds of the scale rules among them."""
     x = torch.randn(rows, columns) * 2.0 ** torch.randint(-30, 30, (rows, 1))
     x[0, :32] = torch.tensor(1.75).where(torch.arange(32) == 3, torch.tensor(0.5))
     x[1, :32] = torch.tensor(448.0).where(torch.arange(32) == 3, torch.tensor(1.0))
@@ -53,9 +53,9 @@ def numbers(rows=64, columns=256, dtype=torch.float32):
 @pytest.mark.parametrize("name", MX)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_torchao_mx(name, rule, dtype):
-    """Scales and codes are torchao's; its 6-bit codes lie one to a byte."""
-    x = numbers(dtype=dtype)
+def test_mx_blocks_equal_torchaos(name, rule, dtype):
+    """Scales and codes are torchao's; its 6-bit codes take a byte each."""
+    x = samples(dtype=dtype)
     scale, codes = to_mx(x, MX[name], 32, RULES[rule])
     ours = get_quantizer(name, scale=rule).quantize(x)
     zero = (x.view(64, 8, 32) == 0).all(-1)
@@ -70,8 +70,9 @@ def test_torchao_mx(name, rule, dtype):
         torch.testing.assert_close(ours.codes, codes, rtol=0, atol=0)
 
 
-def test_torchao_mx_of_special_blocks():
-    """NaN costs the block in both; an infinity does here, and counts as 2^128 (floor) or the largest (rceil) there."""
+def test_nan_and_infinity_in_mx_blocks_beside_torchao():
+    """NaN makes the block NaN in both; an infinity does here, and counts as 2^128 (floor) or the largest value (rceil)
+    in torchao."""
     x = torch.randn(4, 32)
     x[0, 3], x[1, 4], x[2, 5] = torch.nan, torch.inf, -torch.inf
     for rule, infinite in (("floor", 128 - 8 + 127), ("rceil", 254)):
@@ -83,10 +84,10 @@ def test_torchao_mx_of_special_blocks():
 
 
 @pytest.mark.parametrize("name", GFLOAT)
-def test_gfloat_mx(name):
-    """Blocks of gfloat with the OCP scale rule, decoded."""
-    x = numbers(8, 64)
-    x[5] = 1.0  # gfloat gives a block of zeros the scale 2^-127 too, but by its own way
+def test_mx_blocks_equal_gfloats(name):
+    """Decoded blocks, with the OCP scale rule."""
+    x = samples(8, 64)
+    x[5] = 1.0  # gfloat gives a block of zeros the scale 2^-127 too, but by its own rule
     ours = get_quantizer(name)(x)
     info = GFLOAT[name]
     for row in range(8):
@@ -96,8 +97,9 @@ def test_gfloat_mx(name):
             same_bits(ours[row, start : start + 32].double(), torch.from_numpy(np.asarray(theirs)))
 
 
-def test_torchao_nvfp4_in_the_middle_of_the_range():
-    """Scales equal; codes equal but for quotients one rounding apart (torchao takes a reciprocal, we divide)."""
+def test_nvfp4_agrees_with_torchao_in_the_middle_of_the_range():
+    """Scales are equal; codes are equal but for quotients one rounding apart (torchao multiplies by a reciprocal,
+    halfstep divides)."""
     x = torch.randn(128, 256)
     tensor_scale = x.abs().max() / (448 * 6)
     scale, codes = nvfp4_quantize(x, per_tensor_scale=tensor_scale)
@@ -108,8 +110,9 @@ def test_torchao_nvfp4_in_the_middle_of_the_range():
     assert differ < 1e-4
 
 
-def test_torchao_nvfp4_has_a_floor_under_its_block_scales_and_we_have_none():
-    """torchao clamps at 2^-6, the smallest normal of e4m3fn: blocks 2^-15 below the largest lose what we keep."""
+def test_only_torchao_clamps_the_block_scales_of_nvfp4_from_below():
+    """torchao clamps at 2^-6, the smallest normal of e4m3fn: blocks 2^-15 below the largest lose what halfstep
+    keeps."""
     x = torch.randn(2, 16).clamp(-1, 1)
     x[0, 0] = 1.0
     x[1] *= 2.0**-14
@@ -127,25 +130,26 @@ def test_torchao_nvfp4_has_a_floor_under_its_block_scales_and_we_have_none():
 
 
 @pytest.mark.parametrize("name", ["nf4", "bnb_fp4"])
-def test_bitsandbytes_tables(name):
+def test_4_bit_tables_equal_bitsandbytes(name):
     theirs = bnb.get_4bit_type(name.removeprefix("bnb_"), device="cpu")
     assert [formats.get(name).decode(c) for c in range(16)] == theirs.double().tolist()
 
 
-def test_bitsandbytes_lists_af4_from_the_top():
+def test_bitsandbytes_lists_af4_in_descending_order():
     theirs = bnb.get_4bit_type("af4", device="cpu")
     assert [formats.get("af4").decode(c) for c in range(16)] == theirs.flip(0).double().tolist()
 
 
 @pytest.mark.parametrize(("name", "signed"), [("dynamic8", True), ("dynamic8_unsigned", False)])
-def test_bitsandbytes_dynamic_maps(name, signed):
+def test_dynamic_codebooks_equal_bitsandbytes(name, signed):
     theirs = bnb.create_dynamic_map(signed=signed).double().tolist()
     assert [formats.get(name).decode(c) for c in range(256)] == theirs
 
 
 @pytest.mark.parametrize("name", ["nf4", "bnb_fp4"])
-def test_bitsandbytes_4_bit_blocks(name):
-    """absmax equal, codes equal but for numbers next to a cut: bitsandbytes multiplies by 1 / absmax, we divide."""
+def test_4_bit_blocks_agree_with_bitsandbytes(name):
+    """absmax is equal, codes are equal but for values next to a boundary: bitsandbytes multiplies by 1 / absmax,
+    halfstep divides."""
     x = torch.randn(64, 256)
     codes, state = bnb.quantize_4bit(x, quant_type=name.removeprefix("bnb_"), blocksize=64)
     ours = get_quantizer(name).quantize(x)
@@ -157,8 +161,8 @@ def test_bitsandbytes_4_bit_blocks(name):
     assert off < 1e-3
 
 
-def test_bitsandbytes_cut_points_of_nf4():
-    """The constants of its encoder are the middles, rounded to float32; exactly there it takes the lower value."""
+def test_boundaries_of_nf4_agree_with_bitsandbytes():
+    """The constants of its encoder are the midpoints, rounded to float32; exactly there it takes the lower value."""
     cuts = formats.get("nf4").boundaries()
     for constant in (0.8614784, 0.6427869, 0.0397901, -0.8480964):
         assert min(abs(c - constant) for c in cuts) < 1e-7
@@ -168,7 +172,7 @@ def test_bitsandbytes_cut_points_of_nf4():
     same_bits(round_to(x, "nf4"), below)
 
 
-def test_bitsandbytes_dynamic_blocks():
+def test_dynamic_blocks_agree_with_bitsandbytes():
     x = torch.randn(16, 256)
     theirs, state = bnb.quantize_blockwise(x, blocksize=256)
     ours = get_quantizer("dynamic8").quantize(x)
@@ -177,7 +181,7 @@ def test_bitsandbytes_dynamic_blocks():
     assert (ours.dequantize() - bnb.dequantize_blockwise(theirs, state)).abs().max() < 0.05
 
 
-def test_bitsandbytes_double_quantisation():
+def test_double_quantization_agrees_with_bitsandbytes():
     x = torch.randn(256, 256)
     theirs = bnb.dequantize_4bit(*bnb.quantize_4bit(x, quant_type="nf4", blocksize=64, compress_statistics=True))
     ours = get_quantizer("nf4", scale="double_absmax")(x)
@@ -185,7 +189,7 @@ def test_bitsandbytes_double_quantisation():
     torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=1e-3)
 
 
-def test_bitsandbytes_int8_rows():
+def test_int8_rows_agree_with_bitsandbytes():
     x = torch.randn(32, 256).half()
     theirs, scale, _ = bnb.int8_vectorwise_quant(x)
     ours = get_quantizer("int8_row").quantize(x)
@@ -193,8 +197,9 @@ def test_bitsandbytes_int8_rows():
     assert (ours.codes.view(torch.int8) != theirs).double().mean().item() < 1e-2
 
 
-def test_bitsandbytes_outlier_columns():
-    """The same columns; bitsandbytes lets their small entries into the row's maximum, we keep whole columns apart."""
+def test_outlier_columns_equal_bitsandbytes():
+    """The same columns; bitsandbytes counts their small elements in the row's amax, halfstep leaves whole columns
+    out."""
     x = torch.randn(16, 64).half()
     x[3, 7], x[5, 60] = 9.0, -20.0
     _, _, columns = bnb.int8_vectorwise_quant(x, threshold=6.0)

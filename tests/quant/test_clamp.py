@@ -1,4 +1,4 @@
-"""Clamps: quantiles against numpy's, the histogram's stated error, and the published figures on outliers."""
+"""Clamps: quantiles against numpy's, the histogram's stated error, and published figures on outliers."""
 
 import numpy as np
 import pytest
@@ -21,13 +21,13 @@ every_dtype = pytest.mark.parametrize(
 SHAPES = ((64, 96), (1, 1), (3, 1), (1, 7), (130, 257), (257, 1024))
 
 
-def drawn(shape, dtype=torch.float32, seed=0):
+def sample(shape, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * torch.exp(2 * torch.randn(shape, generator=generator))
     return x.to(dtype)
 
 
-def expected(x, quantile, tile):
+def expected_bounds(x, quantile, tile):
     tiles = x.double().numpy() if tile == "row" else x.double().numpy().reshape(1, -1)
     return np.quantile(tiles, [1 - quantile, quantile], axis=1)
 
@@ -44,11 +44,13 @@ def expected(x, quantile, tile):
 @every_dtype
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tile", ["tensor", "row"])
-def test_exact_quantiles_are_numpys(dtype, shape, tile):
+def test_exact_quantiles_equal_numpys(dtype, shape, tile):
     for quantile in (0.99, 0.999, 0.97, 0.6):
-        x = drawn(shape, dtype)
+        x = sample(shape, dtype)
         found = clamp_operators.bounds(x, Clamp(quantile, tile))
-        torch.testing.assert_close(found.double(), torch.tensor(expected(x, quantile, tile)), rtol=1e-6, atol=1e-30)
+        torch.testing.assert_close(
+            found.double(), torch.tensor(expected_bounds(x, quantile, tile)), rtol=1e-6, atol=1e-30
+        )
         assert torch.equal(found, Clamp(quantile, tile).bounds(x))  # a kernel's bits are the reference's
 
 
@@ -63,9 +65,9 @@ def test_exact_quantiles_are_numpys(dtype, shape, tile):
 @every_dtype
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tile", ["tensor", "row"])
-def test_a_histograms_quantiles_are_off_by_at_most_what_is_stated(dtype, shape, tile):
+def test_histogram_quantiles_are_within_the_stated_error(dtype, shape, tile):
     for quantile in (0.99, 0.97, 0.6):
-        x = drawn(shape, dtype)
+        x = sample(shape, dtype)
         clamp = Clamp(quantile, tile, "histogram")
         found, exact = clamp_operators.bounds(x, clamp), Clamp(quantile, tile).bounds(x)
         assert torch.equal(found, clamp.bounds(x))
@@ -74,25 +76,25 @@ def test_a_histograms_quantiles_are_off_by_at_most_what_is_stated(dtype, shape, 
             continue
         if shape[1] > 1:
             assert not torch.equal(found, exact)
-        # Between two places in order, each is nearer to zero by at most 2^-7 of it.
+        # Each order statistic moves towards zero by at most 2^-7 of it.
         largest = x.double().abs().amax() if tile == "tensor" else x.double().abs().amax(1)
         assert ((found - exact).abs() <= 2**-7 * torch.maximum(exact.abs(), largest * 2**-7)).all()
 
 
 @pytest.mark.parametrize("tile", ["tensor", "row"])
 @pytest.mark.parametrize("estimate", ["exact", "histogram"])
-def test_ties_zeros_and_signs(tile, estimate):
+def test_bounds_of_ties_and_zeros_and_of_the_negated_tensor(tile, estimate):
     x = torch.tensor([[0.0, -0.0, 0.0, 5.0], [-2.0, -2.0, -2.0, -2.0], [1.0, 1.0, -1.0, -1.0]])
     clamp = Clamp(0.75, tile, estimate)
-    torch.testing.assert_close(clamp_operators.bounds(x, clamp).double(), torch.tensor(expected(x, 0.75, tile)))
+    torch.testing.assert_close(clamp_operators.bounds(x, clamp).double(), torch.tensor(expected_bounds(x, 0.75, tile)))
     mirrored = clamp_operators.bounds(-x, clamp)
     assert torch.equal(mirrored, -clamp_operators.bounds(x, clamp).flip(0))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("estimate", ["exact", "histogram"])
-def test_what_is_not_finite_is_seen(bad, estimate):
-    x = drawn((8, 64))
+def test_nan_or_infinity_makes_the_bounds_nan(bad, estimate):
+    x = sample((8, 64))
     x[3, 5] = bad
     rows = clamp_operators.bounds(x, Clamp(0.99, "row", estimate))
     assert rows.isnan().all(0).tolist() == [row == 3 for row in range(8)]
@@ -108,10 +110,10 @@ def test_empty_tensors_have_bounds_of_zero():
 
 @every_dtype
 @pytest.mark.parametrize("tile", ["tensor", "row"])
-def test_a_quantizer_clamps_rounds_and_adds_what_it_took(dtype, tile):
-    """Against the equation, in torch: Q(clamp(x)) + (x - clamp(x))."""
-    x = drawn((40, 64), dtype)
-    low, high = (torch.tensor(b)[:, None] for b in expected(x, 0.95, tile))
+def test_a_quantizer_clamps_rounds_and_adds_the_remainder(dtype, tile):
+    """Against the equation in torch: Q(clamp(x)) + (x - clamp(x))."""
+    x = sample((40, 64), dtype)
+    low, high = (torch.tensor(b)[:, None] for b in expected_bounds(x, 0.95, tile))
     clamped = torch.minimum(torch.maximum(x.double(), low), high).float()
     scale = clamped.abs().amax(1, keepdim=True) / 6
     grid = torch.tensor(FP4.values())
@@ -134,10 +136,10 @@ def signal_to_noise(x, quantizer):
     return float(10 * torch.log10(x.square().sum() / (quantizer(x) - x).square().sum()))
 
 
-@pytest.mark.slow  # what is kept apart and what is not is compared with numpy above
-def test_the_published_figures_on_outliers():
-    """Student's t with 2.5 degrees of freedom, one channel in a hundred times 8, a scale a token: compensation raises
-    the signal-to-noise ratio with the share of what is kept apart; clamping alone lowers it on such data."""
+@pytest.mark.slow  # bounds are compared with numpy above
+def test_compensation_raises_the_published_signal_to_noise_ratio():
+    """Student's t with 2.5 degrees of freedom, one channel in a hundred times 8, a scale per token: compensation raises
+    the signal-to-noise ratio with the share of clamped elements; clamping alone lowers it on such data."""
     rng = np.random.default_rng(0)
     x = torch.tensor(rng.standard_t(2.5, size=(1024, 1024))).float()
     x[:, rng.choice(1024, 10, replace=False)] *= 8
@@ -156,8 +158,9 @@ def test_the_published_figures_on_outliers():
     assert plain > alone[0] > alone[1] > alone[2]
 
 
-def test_one_large_token_costs_the_others_with_one_scale_a_tensor():
-    """Token-wise scales: 10.8% of the other tokens' numbers become 0; with one of the tensor, all of them."""
+def test_a_large_token_underflows_the_others_under_a_tensor_scale():
+    """With scales per token 10.8% of the other tokens' elements become 0; with one scale of the tensor all of them
+    do."""
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
     x[17] *= 50
     others = torch.arange(256) != 17
@@ -169,8 +172,8 @@ def test_one_large_token_costs_the_others_with_one_scale_a_tensor():
     assert zeros[1] > 0.995
 
 
-def test_the_golden_values_of_the_released_quantizer():
-    """Power-of-two scale of the whole tensor, ties up: its unit test."""
+def test_values_of_the_released_quantizers_unit_test():
+    """A power-of-two scale of the whole tensor, ties up."""
     x = torch.tensor([[0.001, 0.048, 0.0997], [0.1503, 0.2002, 0.2497], [0.2974, 0.30699, 0.4001]])
     quantizer = Quantizer(FP4, "nearest_up", scales=Scales(TENSOR, get_scaling("rceil")))
     expected = [[0.0, 0.0625, 0.125], [0.125, 0.1875, 0.25], [0.25, 0.25, 0.375]]
@@ -192,12 +195,12 @@ def test_ties_go_up():
         ({"estimate": "histogramm"}, "unknown estimate of a clamp 'histogramm'; nearest: histogram"),
     ],
 )
-def test_what_means_nothing_is_refused(fields, words):
+def test_invalid_clamps_raise(fields, words):
     with pytest.raises(QuantizationError, match=words):
         Clamp(**fields)
 
 
-def test_a_clamp_stands_beside_scales_and_alone_keeps_outliers():
+def test_a_clamp_needs_scales_and_excludes_outliers():
     with pytest.raises(QuantizationError, match=r"clamp 0\.99, compensated with scales = None"):
         Quantizer(FP4, clamp=Clamp())
     with pytest.raises(QuantizationError, match="one way of keeping outliers"):

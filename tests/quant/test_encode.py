@@ -1,4 +1,4 @@
-"""encode and decode: every code of every format, every 16-bit value, the published code tables, the refusals."""
+"""encode and decode: every code of every format, every 16-bit value, published code tables and errors."""
 
 import itertools
 
@@ -18,18 +18,18 @@ every_listed = pytest.mark.parametrize("name", oracle.LISTED)
 HALF = [torch.bfloat16, torch.float16]
 
 
-def whole(codes):
-    """Codes of any container as int64."""
+def as_int64(codes):
+    """Codes of any dtype as int64."""
     return codes.to(torch.int64)
 
 
-def container(name):
+def code_dtype(name):
     bits = oracle.listed(name).bits
     return torch.uint8 if bits <= 8 else torch.uint16
 
 
 def every_code(name):
-    return torch.arange(2 ** oracle.listed(name).bits).to(container(name))
+    return torch.arange(2 ** oracle.listed(name).bits).to(code_dtype(name))
 
 
 @pytest.mark.quick("float8_e5m2", "float8_e3m4", "int4", "nf4", "af4", "dynamic8")
@@ -57,9 +57,9 @@ def test_every_code_round_trips(name):
         back = torch.zeros_like(codes)
         back[number] = encode(decode(codes[number], name, torch.float64), name)
     assert back.dtype == codes.dtype
-    torch.testing.assert_close(whole(back)[own], whole(codes)[own], rtol=0, atol=0)
+    torch.testing.assert_close(as_int64(back)[own], as_int64(codes)[own], rtol=0, atol=0)
     assert own.sum() >= len(format.values)
-    left = whole(back)[~own & number]
+    left = as_int64(back)[~own & number]
     assert left.tolist() == {"bnb_fp4": [0], "int8": [0x81], "int4": [0x9], "ocp_int8": [0x81]}.get(name, [])
     if format.not_a_number:
         assert decode(back, name)[~number].isnan().all()
@@ -81,7 +81,7 @@ def test_every_16_bit_value_has_the_code_of_its_rounded_value(name, dtype, overf
         expected = format.encode(format.round(x.double().numpy(), rounding, overflow))
         found = encode(x, name, rounding, overflow)
         number = torch.from_numpy(expected >= 0)
-        torch.testing.assert_close(whole(found)[number], torch.from_numpy(expected)[number], rtol=0, atol=0)
+        torch.testing.assert_close(as_int64(found)[number], torch.from_numpy(expected)[number], rtol=0, atol=0)
         assert decode(found, name)[~number].isnan().all()
 
 
@@ -95,11 +95,11 @@ def test_every_16_bit_value_has_the_code_of_its_rounded_value(name, dtype, overf
 )
 @every_listed
 @pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
-def test_codes_at_boundaries(name, dtype):
+def test_codes_at_boundaries_equal_the_oracles(name, dtype):
     format, x = oracle.listed(name), hard_inputs(name, dtype)
     expected = format.encode(format.round(x.astype(np.float64), "nearest_even", "saturate"))
     number = expected >= 0 if format.not_a_number else ~np.isnan(x)
-    found = whole(encode(torch.from_numpy(x[number]), name))
+    found = as_int64(encode(torch.from_numpy(x[number]), name))
     torch.testing.assert_close(found, torch.from_numpy(expected[number]), rtol=0, atol=0)
 
 
@@ -120,18 +120,21 @@ def test_codes_at_boundaries(name, dtype):
         ("posit16_1", None, [0x8000]),
     ],
 )
-def test_codes_of_the_specials(name, infinity, nans):
+def test_codes_of_nan_and_infinity(name, infinity, nans):
     f = formats.get(name)
-    code = whole(encode(torch.tensor([torch.nan]), name)).item()
+    code = as_int64(encode(torch.tensor([torch.nan]), name)).item()
     assert nans is None or code & 2 ** (f.bits - 1) - 1 in {n & 2 ** (f.bits - 1) - 1 for n in nans}
     assert np.isnan(f.decode(code))
     if infinity:
         minus = infinity | 1 << f.bits - 1
-        assert whole(encode(torch.tensor([torch.inf, -torch.inf]), name, overflow="ieee")).tolist() == [infinity, minus]
+        assert as_int64(encode(torch.tensor([torch.inf, -torch.inf]), name, overflow="ieee")).tolist() == [
+            infinity,
+            minus,
+        ]
 
 
 def test_overflow_to_nan_keeps_the_sign_of_e4m3fn():
-    assert whole(encode(torch.tensor([500.0, -500.0]), "e4m3fn", overflow="ieee")).tolist() == [0x7F, 0xFF]
+    assert as_int64(encode(torch.tensor([500.0, -500.0]), "e4m3fn", overflow="ieee")).tolist() == [0x7F, 0xFF]
 
 
 # x: codes of posit8_0, posit8_1, posit8_2, posit16_1, posit16_2, posit32_2
@@ -150,9 +153,9 @@ POSIT_CODES = {
 
 @for_each("x", POSIT_CODES)
 @for_each("column", range(6), ids=POSITS.__getitem__)
-def test_posit_codes_as_universal_gives_them(x, column):
+def test_posit_codes_equal_universals(x, column):
     code = encode(torch.tensor([x], dtype=torch.float64), POSITS[column])
-    assert whole(code).item() == POSIT_CODES[x][column]
+    assert as_int64(code).item() == POSIT_CODES[x][column]
 
 
 @pytest.mark.parametrize(
@@ -170,15 +173,15 @@ def test_posit_codes_as_universal_gives_them(x, column):
     ],
 )
 def test_posits_round_on_the_bit_string(x, code):
-    assert whole(encode(torch.tensor([x, -x]), "posit8_2")).tolist() == [code, 256 - code]
+    assert as_int64(encode(torch.tensor([x, -x]), "posit8_2")).tolist() == [code, 256 - code]
 
 
 @pytest.mark.parametrize(
     ("name", "one", "largest"),
     [("posit8_0", 0x40, 2.0**6), ("posit16_1", 0x4000, 2.0**28), ("posit32_2", 0x40000000, 2.0**120)],
 )
-def test_ends_of_the_posits(name, one, largest):
-    found = whole(encode(torch.tensor([1.0, 1e300, 1e-300, -1e300, torch.nan], dtype=torch.float64), name)).tolist()
+def test_largest_and_smallest_posits(name, one, largest):
+    found = as_int64(encode(torch.tensor([1.0, 1e300, 1e-300, -1e300, torch.nan], dtype=torch.float64), name)).tolist()
     assert found == [one, 2 * one - 1, 1, 2 * one + 1, 2 * one]
     assert (formats.get(name).max, formats.get(name).smallest) == (largest, 1 / largest)
 
@@ -187,34 +190,36 @@ def test_posit32_codes_round_trip():
     random = torch.from_numpy(np.random.default_rng(0).integers(-(2**31), 2**31, 20000).astype(np.int32))
     random = torch.cat([random, torch.arange(-200, 200, dtype=torch.int32)])
     values = decode(random.view(torch.uint32), "posit32_2", torch.float64)
-    torch.testing.assert_close(whole(encode(values, "posit32_2")), random.long() & 0xFFFFFFFF, rtol=0, atol=0)
+    torch.testing.assert_close(as_int64(encode(values, "posit32_2")), random.long() & 0xFFFFFFFF, rtol=0, atol=0)
     exact = [oracle.posit_closed_form(code, 32, 2) for code in (random.long() & 0xFFFFFFFF)[::20].tolist()]
     expected = torch.tensor([torch.nan if v is None else float(v) for v in exact], dtype=torch.float64)
     same_bits(values[::20], expected)
 
 
-def test_fp32_codes_are_its_bits():
+def test_fp32_codes_are_the_float32_bits():
     bits = np.random.default_rng(1).integers(-(2**31), 2**31, 20000).astype(np.int32)
     x = torch.from_numpy(bits.view(np.float32))
     number = ~x.isnan()
     codes = encode(x, "fp32", overflow="ieee")
-    torch.testing.assert_close(whole(codes)[number], torch.from_numpy(bits).long()[number] & 0xFFFFFFFF, rtol=0, atol=0)
+    torch.testing.assert_close(
+        as_int64(codes)[number], torch.from_numpy(bits).long()[number] & 0xFFFFFFFF, rtol=0, atol=0
+    )
     same_bits(decode(codes, "fp32"), x)
 
 
 @pytest.mark.parametrize("name", ["int8", "uint4", "float4_e2m1fn", "float6_e3m2fn", "nf4", "dynamic8"])
-def test_nan_has_no_code_in_a_format_without_one(name):
+def test_encoding_nan_in_a_format_without_nan_raises(name):
     with pytest.raises(QuantizationError, match="NaN"):
         encode(torch.tensor([0.5, torch.nan]), name)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (7,), (2, 3, 4)])
 @pytest.mark.parametrize("name", ["e4m3fn", "bf16", "posit16_2", "nf4"])
-def test_shapes_and_layouts(name, shape):
+def test_codes_keep_shape_and_ignore_strides(name, shape):
     x = torch.randn(shape)
     codes = encode(x, name)
     assert codes.shape == x.shape
     assert decode(codes, name).shape == x.shape
     if x.dim():
         turned = encode(x.transpose(0, -1), name)
-        torch.testing.assert_close(whole(turned), whole(codes).transpose(0, -1), rtol=0, atol=0)
+        torch.testing.assert_close(as_int64(turned), as_int64(codes).transpose(0, -1), rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""The differentiable gradient estimator: the source's own numbers, and the curve that its derivative is of."""
+"""The differentiable gradient estimator: the released code's values, and the curve whose derivative it is."""
 
 from itertools import pairwise
 
@@ -15,15 +15,15 @@ from halfstep.quant.tile import ROW
 FP4 = formats.get("fp4")
 GRIDS = ("fp4", "e3m0", "e2m3fn", "int4", "nf4", "float8_e4m3fn")
 GOLDEN = (0.2002, 0.4375, 0.6055, 0.2168, 1.8359, 0.2695, 0.3027, 0.2695, 0.2402, 0.5781)
-"""The released code's unit test: k = 5, cap 3, of 20 numbers from -6 to 6 in bf16; the other ten mirror these."""
+"""The released code's unit test: k = 5, cap 3, at 20 points from -6 to 6 in bf16; the other ten mirror these."""
 
 
-def test_the_golden_vector_of_the_source():
+def test_derivatives_equal_the_released_unit_test():
     found = Estimator(5.0, 3.0).derivative(torch.linspace(-6, 6, 20).bfloat16(), FP4).bfloat16().float()
     torch.testing.assert_close(found, torch.tensor(GOLDEN + GOLDEN[::-1]), rtol=0, atol=5e-5)
 
 
-def independent(x, k, cap):
+def derivative_by_equation(x, k, cap):
     """f' from the equation, in float64, interval by interval."""
     values = sorted({sign * v for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6) for sign in (-1, 1)})
     result = torch.full_like(x, 1 / k)
@@ -36,14 +36,17 @@ def independent(x, k, cap):
 
 @pytest.mark.parametrize("k", [1.0, 3.0, 5.0, 10.0])
 @pytest.mark.parametrize("cap", [3.0, 10.0])
-def test_the_derivative_is_that_of_the_equation(k, cap):
+def test_the_derivative_equals_the_equations(k, cap):
     x = torch.linspace(-7, 7, 100_003, dtype=torch.float64).float().double()
-    torch.testing.assert_close(Estimator(k, cap).derivative(x, FP4).double(), independent(x, k, cap), rtol=2e-5, atol=0)
+    torch.testing.assert_close(
+        Estimator(k, cap).derivative(x, FP4).double(), derivative_by_equation(x, k, cap), rtol=2e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_the_curve_meets_the_values_and_has_that_derivative(name):
-    """f(v) = v at every value; its differences are f' where it is not steep; f' is at least 1/k, which it is there."""
+def test_the_curve_passes_through_the_values_and_has_the_derivative(name):
+    """f(v) = v at every value; f's finite differences equal f' where it is not steep; f' is at least 1/k, which it
+    equals at the values."""
     format, estimator = formats.get(name), Estimator(5.0, None)
     values = torch.tensor(format.values(), dtype=torch.float64)
     assert torch.equal(estimator.curve(values, format), values)
@@ -58,8 +61,8 @@ def test_the_curve_meets_the_values_and_has_that_derivative(name):
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_without_a_cap_the_mean_is_one_between_any_two_values(name):
-    """The integral over an interval is its width: substituting u = s^5 makes it one of a constant."""
+def test_the_uncapped_mean_derivative_between_two_values_is_one(name):
+    """The integral over an interval is its width: substituting u = s^5 makes the integrand constant."""
     format, estimator = formats.get(name), Estimator(5.0, None)
     values = torch.tensor(format.values(), dtype=torch.float64)
     s = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
@@ -72,13 +75,13 @@ def test_without_a_cap_the_mean_is_one_between_any_two_values(name):
 
 @pytest.mark.quick("10.0-0.383")
 @pytest.mark.parametrize(("k", "mean"), [(3.0, 0.778), (5.0, 0.5935), (10.0, 0.383)])
-def test_a_cap_of_three_takes_part_of_the_mean(k, mean):
-    """What the docstring and the recipes' notes state."""
+def test_mean_derivative_under_a_cap_of_three(k, mean):
+    """The figures of the docstring and of the recipes' notes."""
     x = (torch.arange(2_000_000, dtype=torch.float64) + 0.5) / 2_000_000 * 2 + 2
     assert float(Estimator(k).derivative(x, FP4).double().mean()) == pytest.approx(mean, abs=6e-4)
 
 
-def test_k_of_one_is_straight_through():
+def test_k_of_one_is_the_straight_through_estimator():
     x = torch.randn(1000)
     assert torch.equal(Estimator(1.0).derivative(x, FP4), torch.ones(1000))
 
@@ -93,7 +96,7 @@ def test_dtypes_nan_infinity_and_empty_tensors(dtype):
 
 
 @pytest.mark.parametrize("tile", [ROW, ROW.transposed])
-def test_a_quantizers_derivative_is_taken_after_the_scale(tile):
+def test_a_quantizers_derivative_is_at_the_scaled_values(tile):
     x = torch.randn(7, 33, generator=torch.Generator().manual_seed(0)) * 100
     quantizer = Quantizer(FP4, scales=Scales(tile, get_scaling("current")), estimator=Estimator())
     scaled = x * (6 / x.abs().amax(1 if tile == ROW else 0, keepdim=True))
@@ -106,11 +109,11 @@ def test_a_quantizers_derivative_is_taken_after_the_scale(tile):
     ("fields", "words"),
     [({"k": 0.5}, "k = 0.5; expected a number from 1"), ({"cap": 0.0}, "cap = 0.0; expected a positive number, or")],
 )
-def test_what_means_nothing_is_refused(fields, words):
+def test_invalid_estimators_raise(fields, words):
     with pytest.raises(QuantizationError, match=words):
         Estimator(**fields)
 
 
-def test_a_format_without_gaps_is_refused():
+def test_an_estimator_of_a_16_bit_format_raises():
     with pytest.raises(QuantizationError, match=r"estimator k=5 cap=3 for bf16.*expected a format of at most 8 bits"):
         Quantizer(formats.get("bf16"), estimator=Estimator())

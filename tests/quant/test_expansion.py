@@ -1,4 +1,4 @@
-"""COAT's range expansion beside its formula in float64 and published numbers; log2 and exp2 beside numpy's."""
+"""COAT's range expansion against its formula in float64 and published figures; log2 and exp2 against numpy's."""
 
 import math
 
@@ -32,7 +32,7 @@ def gaussian(*shape, seed=0):
 
 
 def chi_square(*shape):
-    """Sums of five squares: what second moments look like."""
+    """Sums of five squares: distributed as second moments are."""
     return gaussian(*shape, 5, seed=1).square().sum(-1)
 
 
@@ -40,8 +40,9 @@ def relative_error(found, x):
     return ((found - x) / x).abs()[x != 0].median().item()
 
 
-def by_the_formula(group, name):
-    """One group in float64: (16k or k as it is, the values after the round trip, by numpy's powers and ml_dtypes)."""
+def float64_expansion(group, name):
+    """One group in float64: (k before rounding, codes, values after the round trip), by numpy's powers and
+    ml_dtypes."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
     x = group.double().numpy()
     size = np.abs(x)
@@ -62,14 +63,14 @@ def by_the_formula(group, name):
 
 @every_variant
 @for_each("spread", [0.3, 1.0, 3.0, 8.0])
-def test_it_is_the_formula(name, spread):
-    """Codes are those of float64, but for near-ties; where they are, values agree to 2e-5."""
+def test_codes_and_values_agree_with_the_float64_formula(name, spread):
+    """Codes equal float64's but for near-ties; where they do, values agree to 2e-5."""
     x = gaussian(64, GROUP) * (gaussian(64, GROUP, seed=2) * spread).exp()
     x[:, ::9] = 0
     made = quantizer(name).quantize(x)
     values, compared = made.dequantize(), 0
     for row in range(64):
-        k, codes, expected = by_the_formula(x[row], name)
+        k, codes, expected = float64_expansion(x[row], name)
         if VARIANTS[name][1] and abs(16 * k - round(16 * k)) < 1e-4:
             continue  # k itself is a near-tie
         alike = torch.from_numpy(codes.view(np.uint8)) == made.codes[row]
@@ -95,7 +96,7 @@ def test_published_errors_and_exponents(name):
 
 
 @for_each("ratio, exponent, gain", [(1e1, 5.0, 4.7), (1e3, 1.625, 1.6), (1e5, 1.0, 1.0), (1e8, 0.625, 1.0)])
-def test_the_gain_ends_where_the_exponent_is_one(ratio, exponent, gain):
+def test_expansion_gains_nothing_where_the_exponent_is_at_most_one(ratio, exponent, gain):
     generator = torch.Generator().manual_seed(0)
     x = (torch.rand(2000, GROUP, generator=generator) * math.log(ratio)).exp()
     x[:, 0], x[:, 1] = 1, ratio
@@ -106,7 +107,7 @@ def test_the_gain_ends_where_the_exponent_is_one(ratio, exponent, gain):
 
 
 @every_variant
-def test_the_step_of_adam_is_nearer(name):
+def test_expansion_lowers_the_error_of_adams_step(name):
     """The error of m / sqrt(v) with both rounded: the paper's Table 1 has 20.10 without and 12.31 with expansion."""
     m, v = gaussian(64, 1280), chi_square(64, 1280) * 1e-2 + 1e-8
 
@@ -117,7 +118,7 @@ def test_the_step_of_adam_is_nearer(name):
     assert error(name) < error("absmax") / 1.5
 
 
-def test_rounding_again_changes_nothing_where_the_exponent_stays():
+def test_quantizing_again_changes_nothing_where_the_exponent_stays():
     x = gaussian(2000, GROUP)
     first = quantizer("expansion_sixteenths").quantize(x)
     second = quantizer("expansion_sixteenths").quantize(first.dequantize())
@@ -129,9 +130,9 @@ def test_rounding_again_changes_nothing_where_the_exponent_stays():
 
 
 @every_variant
-def test_zeros_stay_and_nothing_else_becomes_zero(name):
+def test_zeros_stay_and_nonzero_values_do_not_become_zero(name):
     x = gaussian(50, GROUP) * (gaussian(50, GROUP, seed=2) * 10).exp()
-    for first in (x[:, 0].clone(), torch.zeros(50)):  # wherever the zero stands
+    for first in (x[:, 0].clone(), torch.zeros(50)):  # at any position of the zero
         x[:, 0] = first
         x[:, 77] = -0.0
         found = quantizer(name)(x)
@@ -146,7 +147,7 @@ def test_zeros_stay_and_nothing_else_becomes_zero(name):
 
 
 @every_variant
-def test_groups_that_have_no_range_come_back(name):
+def test_groups_of_one_magnitude_are_restored(name):
     for value in (2.5, -1.0, 3e38, 1e-40, 2.0**-149):
         x = torch.full((1, 200), value)
         made = quantizer(name).quantize(x)
@@ -170,7 +171,7 @@ def test_the_widest_group_keeps_its_large_numbers(name):
 
 @every_variant
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_takes_its_group(name, bad):
+def test_nan_or_infinity_makes_its_group_nan(name, bad):
     x = gaussian(2, 300)
     x[1, 130] = bad
     made = quantizer(name).quantize(x)
@@ -181,7 +182,7 @@ def test_what_is_not_finite_takes_its_group(name, bad):
 
 
 @every_variant
-def test_elements_are_formats_of_floating_point(name):
+def test_expansion_needs_a_floating_point_format(name):
     for format in ("int8", "dynamic8", "posit8_2", "bf16"):
         with pytest.raises(QuantizationError, match=f"onto .*{format[:3]}.* expected a floating-point format"):
             quantizer(name, format=format)(gaussian(2, 32))
@@ -190,7 +191,7 @@ def test_elements_are_formats_of_floating_point(name):
         assert relative_error(quantizer(name, 32, format)(x), x) < 0.25
 
 
-def test_no_product_takes_it():
+def test_expansion_is_for_stored_tensors_and_no_matmul_operand():
     coat = get_storage(quantizer("expansion"), flat=True)
     assert (coat.bytes, get_recipe("coat").bytes_per_parameter().states) == (1.09375, 2.1875)
     with pytest.raises(RecipeError, match=r"is for stored tensors .*Take current"):
@@ -207,20 +208,20 @@ def test_no_product_takes_it():
 
 
 def ulps(found, exact):
-    """How far float32 numbers are from exact ones, in units of the last place."""
+    """The largest error of float32 values against exact ones, in units of the last place."""
     distance = np.spacing(np.abs(exact).astype(np.float32)).astype(np.float64)
     return float((np.abs(found.double().numpy() - exact) / distance).max())
 
 
 @for_each("exponent", [-126, -20, -2, -1, 0, 1, 127])
-def test_log2_is_within_its_bound(exponent):
-    """Every 37th number of a binade; all of them in tests/exhaustive/logarithm.py."""
+def test_log2_is_within_its_error_bound(exponent):
+    """Every 37th value of a binade; all of them in tests/exhaustive/logarithm.py."""
     x = torch.arange((exponent + 127 << 23) + 1, exponent + 128 << 23, 37, dtype=torch.int32).view(torch.float32)
     assert ulps(log2(x), np.log2(x.double().numpy())) < 2.2
     assert log2(torch.tensor([2.0**exponent])).item() == exponent
 
 
-def test_exp2_is_within_its_bound():
+def test_exp2_is_within_its_error_bound():
     x = torch.linspace(-126, 127, 1 << 18, dtype=torch.float64).float()
     assert ulps(exp2(x), np.exp2(x.double().numpy())) < 1.3
     whole = torch.arange(-126, 128).float()

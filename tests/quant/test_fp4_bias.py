@@ -1,4 +1,4 @@
-"""Stochastic FP4: right on average where nothing is clipped; what each scale rule clips; products that lose nothing."""
+"""Stochastic FP4 is unbiased where nothing clips; what each scale rule clips; FP4 matmuls are exact."""
 
 import math
 from dataclasses import replace
@@ -27,8 +27,8 @@ def stochastic(quantizer):
     return replace(quantizer, rounding="stochastic")
 
 
-def scaled(x, quantizer):
-    """Elements before they are rounded, and the maxima of the blocks."""
+def scaled_elements(x, quantizer):
+    """Elements before rounding, and the scaled amaxes of the blocks."""
     made, tile = quantizer.quantize(x), quantizer.scales.tile
     multiplier = quantizer.scales.rule.multiplier(made.tensors, quantizer.format)
     return x / tile.spread(multiplier, *x.shape), tile.reduce(x.abs(), "amax") / multiplier
@@ -38,8 +38,8 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_values_within_the_range_are_right_on_average():
-    """Where the nearest ones are 0, 0.5, 1.5, 2, 3, 6 and -4."""
+def test_stochastic_rounding_within_the_range_is_unbiased():
+    """Where the nearest values are 0, 0.5, 1.5, 2, 3, 6 and -4."""
     x = torch.tensor([0.1, 0.7, 1.3, 2.4, 3.3, 5.1, -4.7])
     gap = torch.tensor([0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0])
     count = 50_000
@@ -55,9 +55,9 @@ def test_values_within_the_range_are_right_on_average():
     slow_unless((NV, FLOOR, PART).__contains__, [NV, SQUARE, FLOOR, RCEIL, PART]),
     ids=["nvfp4", "square", "floor", "rceil", "part"],
 )
-def test_a_tensor_is_right_on_average_but_for_what_is_clipped(quantizer):
+def test_a_quantized_tensor_is_unbiased_but_for_clipped_elements(quantizer):
     x, draws = normal(32, 64), 300
-    ratio, _ = scaled(x, quantizer)
+    ratio, _ = scaled_elements(x, quantizer)
     clipped = ratio.abs() > 6
     back = x / ratio
     made = torch.stack([stochastic(quantizer)(x, generator=seed) for seed in range(draws)]).double()
@@ -69,9 +69,9 @@ def test_a_tensor_is_right_on_average_but_for_what_is_clipped(quantizer):
     assert bool(clipped.any()) == (quantizer not in (RCEIL, PART))
 
 
-def test_nvfp4s_scales_clip_the_maxima_of_half_the_blocks():
-    """E4M3 rounds a block's scale to the nearest: half of them down, by 3% at most, and their maxima beyond 6."""
-    ratio, maxima = scaled(normal(1024, 1024), NV)
+def test_nvfp4_scales_clip_the_amaxes_of_half_the_blocks():
+    """E4M3 rounds a block's scale to nearest: half of them down, by 3% at most, so their amaxes are beyond 6."""
+    ratio, maxima = scaled_elements(normal(1024, 1024), NV)
     assert (maxima > 6).double().mean() == pytest.approx(0.52, abs=0.02)
     beyond = ratio.abs()[ratio.abs() > 6]
     assert len(beyond) / ratio.numel() == pytest.approx(0.035, abs=0.001)
@@ -79,28 +79,28 @@ def test_nvfp4s_scales_clip_the_maxima_of_half_the_blocks():
     assert maxima.max() <= 6 * (1 + 2.0**-4)
 
 
-def test_floored_scales_clip_the_maxima_of_two_blocks_in_five():
-    """Maxima lie in [4, 8) once scaled, with logarithms spread evenly where numbers have all magnitudes; of numbers
-    with a standard deviation of 1 they lie lower."""
+def test_floored_scales_clip_the_amaxes_of_two_blocks_in_five():
+    """Scaled amaxes lie in [4, 8), with uniform logarithms where elements have all magnitudes; where all have a
+    standard deviation of 1 they lie lower."""
     magnitudes = 2.0 ** torch.rand(1024, 1, generator=torch.Generator().manual_seed(1))
-    ratio, maxima = scaled(normal(1024, 1024) * magnitudes, FLOOR)
+    ratio, maxima = scaled_elements(normal(1024, 1024) * magnitudes, FLOOR)
     assert (maxima > 6).double().mean() == pytest.approx(math.log2(8 / 6), abs=0.015)
     assert 4 <= maxima.min() <= maxima.max() < 8
-    _, ones = scaled(normal(1024, 1024), FLOOR)
+    _, ones = scaled_elements(normal(1024, 1024), FLOOR)
     assert (ones > 6).double().mean() == pytest.approx(0.30, abs=0.01)
     assert (1 - 6 / ratio.abs()[ratio.abs() > 6]).max() < 0.25
 
 
 @pytest.mark.quick("ceil")
 @pytest.mark.parametrize("rule", ["rceil", "ceil"])
-def test_scales_that_are_rounded_up_clip_nothing(rule):
+def test_scales_rounded_up_clip_nothing(rule):
     for power in range(-4, 5):
-        ratio, maxima = scaled(normal(256, 1024) * 2.0 ** (power / 2), get_quantizer("mxfp4", scale=rule))
+        ratio, maxima = scaled_elements(normal(256, 1024) * 2.0 ** (power / 2), get_quantizer("mxfp4", scale=rule))
         assert ratio.abs().max() <= 6
         assert maxima.min() >= (3 if rule == "rceil" else 2)
 
 
-def test_three_quarters_are_what_their_authors_code_makes():
+def test_three_quarters_scaling_equals_its_authors_formula():
     """3 x / 2^(e + 2), with e = floor(log2 amax) - 2, is rounded; values are 2^(e + 2) / 3 times that."""
     for x in (
         normal(64, 64),
@@ -119,14 +119,14 @@ def test_three_quarters_are_what_their_authors_code_makes():
         stored = decoded(ops.quantize(x, PART), torch.bfloat16)
         assert torch.equal(stored.values.float(), made.values.float())
         assert torch.equal(stored.scale, made.scale)
-        assert scaled(x + 1e-30, PART)[1].max() < 6
-        assert scaled(normal(1024, 32), PART)[1].min() >= 3
+        assert scaled_elements(x + 1e-30, PART)[1].max() < 6
+        assert scaled_elements(normal(1024, 32), PART)[1].min() >= 3
 
 
 @pytest.mark.quick("None")
 @pytest.mark.parametrize("hadamard", [None, Hadamard()], ids=str)
-def test_gradients_of_a_layer_are_right_on_average(hadamard):
-    """Both of its backward products, over many draws; their operands' other sides are the values they are."""
+def test_gradients_of_a_layer_are_unbiased(hadamard):
+    """Of both backward matmuls, over many draws; their other operands are not rounded."""
     x, w, dy = normal(48, 32), normal(16, 32, seed=1), normal(48, 16, seed=2)
     exact = get_quantizer("fp32")
     spec = LinearSpec(Matmul(), Matmul(stochastic(RCEIL), exact), Matmul(stochastic(RCEIL), exact, hadamard=hadamard))
@@ -141,22 +141,22 @@ def test_gradients_of_a_layer_are_right_on_average(hadamard):
         assert 0.8 < z.std() < 1.2
 
 
-def test_squares_are_the_same_in_both_products():
-    """Q(W)^T = Q(W^T), which rows of 16 are not."""
+def test_square_tiles_quantize_a_weight_and_its_transpose_alike():
+    """Q(W)^T = Q(W^T), which does not hold for rows of 16."""
     w = normal(64, 48)
     assert torch.equal(SQUARE(w).t(), SQUARE(w.t()))
     assert (NV(w).t() - NV(w.t())).abs().max() > 0.3
 
 
 @pytest.mark.parametrize("quantizer", [FLOOR, RCEIL, NV, SQUARE], ids=["floor", "rceil", "nvfp4", "square"])
-def test_products_lose_nothing(quantizer):
-    """Elements times their blocks' scales are bf16's numbers, and sums of few of their products float32's: the product
-    is that of exact fractions, but for the tensors' scales."""
+def test_fp4_matmuls_equal_exact_fractions(quantizer):
+    """Elements times their blocks' scales are exact in bf16, and sums of few of their products in float32: the matmul
+    equals that of exact fractions, but for the tensors' scales."""
     a, b = normal(16, 48), normal(16, 48, seed=1)
     sides = []
     for x in (a, b):
         made = operand(x, quantizer, torch.bfloat16)
-        assert torch.equal(made.values.bfloat16().float(), made.values.float())  # whatever carries them
+        assert torch.equal(made.values.bfloat16().float(), made.values.float())  # exact in bf16 and float32
         stored = quantizer.quantize(x)
         blocks = stored.tensors | ({"tensor_scale": torch.ones(())} if "tensor_scale" in stored.tensors else {})
         assert torch.equal(made.values.float(), replace(stored, tensors=blocks).dequantize())

@@ -1,4 +1,4 @@
-"""Random Hadamard transforms: orthogonal to the last bit, and no change to a product."""
+"""Random Hadamard transforms: orthogonal to the last bit, and no change to a matmul."""
 
 import math
 from dataclasses import replace
@@ -17,7 +17,7 @@ NVFP4 = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
 
 
 def sylvester(size):
-    """H by its recursion, in exact numbers."""
+    """The Hadamard matrix by its recursion, in integers."""
     if size == 1:
         return [[1]]
     half = sylvester(size // 2)
@@ -28,12 +28,12 @@ def signs(size, seed=3):
     return Hadamard(size, seed).signs()
 
 
-def test_the_signs_of_nvfp4():
+def test_default_signs_are_those_of_nvfp4():
     assert Hadamard().signs().tolist() == NVFP4
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_it_is_the_matrix_of_its_definition(size):
+def test_rotating_the_identity_gives_the_matrix_of_the_definition(size):
     s = signs(size)
     found = rotate(torch.eye(size), s)
     scale = Fraction(torch.tensor(size**-0.5).item())
@@ -42,8 +42,8 @@ def test_it_is_the_matrix_of_its_definition(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_it_is_orthogonal_to_the_last_bit_of_float32(size):
-    """Exactly so where 1 / sqrt(size) is a power of two; else but for the rounding of that number."""
+def test_the_transform_is_orthogonal_to_the_last_bit_of_float32(size):
+    """Exactly where 1 / sqrt(size) is a power of two; else but for the rounding of that factor."""
     rotation = rotate(torch.eye(size), signs(size))
     scale = torch.tensor(size**-0.5)
     whole = rotation / scale
@@ -56,18 +56,18 @@ def test_it_is_orthogonal_to_the_last_bit_of_float32(size):
 
 
 @pytest.mark.parametrize("size", [4, 16, 64])
-def test_whole_numbers_come_back_exactly(size):
-    """Sums of whole numbers are exact, so nothing hides an error of the rotation."""
+def test_rotating_twice_restores_integers_exactly(size):
+    """Sums of integers are exact, so no rounding hides an error of the rotation."""
     x = torch.randint(-1000, 1000, (5, 3 * size)).float()
     s = signs(size)
-    back = rotate(rotate(x, s), torch.ones(size)) * s.repeat(3)  # H is its own inverse; the signs are theirs
+    back = rotate(rotate(x, s), torch.ones(size)) * s.repeat(3)  # H and the signs are their own inverses
     assert torch.equal(back, x)
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("length", [32, 20, 1, 0])
-def test_a_product_is_the_same_in_any_length(dim, length):
-    """A short block is filled with zeros; whole numbers show that nothing is lost."""
+def test_rotating_both_operands_keeps_a_matmul_for_any_length(dim, length):
+    """A short block is padded with zeros; integers make the comparison exact."""
     shape = (length, 5) if dim == 0 else (5, length)
     a, b = (torch.randint(-9, 9, shape).float() for _ in range(2))
     s = Hadamard().signs()
@@ -79,21 +79,21 @@ def test_a_product_is_the_same_in_any_length(dim, length):
         assert torch.equal(left @ right.t(), a @ b.t())
 
 
-def test_a_dimension_within():
+def test_rotating_an_inner_dimension():
     x = torch.randn(2, 32, 3)
     expected = rotate(x.movedim(1, -1), signs(16)).movedim(-1, 1)
     assert torch.equal(rotate(x, signs(16), dim=1), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_its_sums_are_float32s(dtype):
+def test_sums_are_in_float32_or_float64(dtype):
     x = torch.randn(4, 32).to(dtype)
     found = rotate(x, signs(16))
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert torch.equal(found, rotate(x.to(found.dtype), signs(16)))
 
 
-def test_seeds():
+def test_signs_are_a_function_of_the_seed():
     assert torch.equal(signs(32, 1), signs(32, 1))
     assert not torch.equal(signs(32, 1), signs(32, 2))
     assert abs(sum(float(signs(16, seed).sum()) for seed in range(500))) < 4 * math.sqrt(500 * 16)
@@ -117,34 +117,34 @@ def test_seeds():
         ({"seed": True}, "seed = True"),
     ],
 )
-def test_what_is_no_transform(options, message):
+def test_invalid_transforms_raise(options, message):
     with pytest.raises(QuantizationError, match=message):
         Hadamard(**options)
 
 
-def crest(x):
+def crest_factor(x):
     return float(x.abs().max() / x.pow(2).mean().sqrt())
 
 
-def test_an_outlier_is_spread():
-    """Section 5 (f) 5 of our paper's sheet: the crest factor (amax / rms) of a 16-block with one outlier falls from
-    nearly sqrt(16) to nearly 1."""
+def test_rotation_lowers_the_crest_factor_of_an_outlier():
+    """The crest factor (amax / rms) of a block of 16 with one outlier falls from nearly sqrt(16) to nearly 1."""
     x = torch.randn(16) * 0.05
     x[5] = 3.0
-    before, after = crest(x), crest(rotate(x, Hadamard().signs()))
+    before, after = crest_factor(x), crest_factor(rotate(x, Hadamard().signs()))
     assert 3.8 < before <= 4
     assert 1 <= after < 1.4
 
 
 def error(x, tile, size):
-    """The relative error of FP4 with a float32 scale for each `tile` numbers, after a rotation of blocks of `size`."""
+    """The relative error of FP4 with a float32 scale for each `tile` elements, after a rotation of blocks of `size`."""
     quantizer = replace(get_quantizer("mxfp4"), scales=Scales(Tile(1, tile), get_scaling("absmax")))
     rotated = x if size is None else rotate(x, Hadamard(size, 7).signs())
     return float((quantizer(rotated) - rotated).norm() / rotated.norm())
 
 
-def test_it_lowers_the_error_only_where_the_scale_block_is_much_larger():
-    """Two channels of 1024 that are 30 times as large: 16-blocks lose by a rotation of 16, one scale a row gains."""
+def test_rotation_lowers_the_error_only_under_much_larger_scale_blocks():
+    """With two of 1024 channels 30 times as large, a rotation of 16 raises the error of 16-blocks and lowers that of
+    one scale per row."""
     x = torch.randn(256, 1024)
     x[:, [100, 700]] *= 30
     assert error(x, 16, 16) > 1.2 * error(x, 16, None)

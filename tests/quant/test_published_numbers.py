@@ -1,4 +1,4 @@
-"""Errors of rounding that papers and other libraries' measurements give, to the digits given."""
+"""Rounding errors as published in papers and by other libraries, to the digits given."""
 
 import math
 
@@ -15,11 +15,11 @@ def normal_numbers():
     return torch.from_numpy(np.random.default_rng(0).standard_normal(65536).astype(np.float32))
 
 
-def relative(result, x):
+def relative_rms_error(result, x):
     return ((result.double() - x.double()).norm() / x.double().norm()).item()
 
 
-def blocks_of(format, columns):
+def absmax_blocks(format, columns):
     return Quantizer(format=get_quantizer(format).format, scales=Scales(Tile(1, columns), get_scaling("absmax")))
 
 
@@ -35,9 +35,9 @@ def blocks_of(format, columns):
         ("e3m4", 1.3413e-2),
     ],
 )
-def test_relative_rms_error_of_normal_numbers(format, error):
+def test_relative_rms_error_of_normal_values(format, error):
     x = normal_numbers()
-    assert relative(round_to(x, format), x) == pytest.approx(error, rel=5e-5)
+    assert relative_rms_error(round_to(x, format), x) == pytest.approx(error, rel=5e-5)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_relative_rms_error_of_normal_numbers(format, error):
 )
 def test_relative_rms_error_of_posits(format, error):
     x = normal_numbers()[:8192]
-    assert relative(round_to(x, format), x) == pytest.approx(error, rel=1e-4)
+    assert relative_rms_error(round_to(x, format), x) == pytest.approx(error, rel=1e-4)
 
 
 BLOCKS = {
@@ -78,7 +78,7 @@ BLOCKS = {
 
 def error_of(format, rule=None):
     x = normal_numbers()
-    return relative(get_quantizer(format, scale=rule)(x), x)
+    return relative_rms_error(get_quantizer(format, scale=rule)(x), x)
 
 
 @pytest.mark.parametrize(("format", "rule"), BLOCKS)
@@ -89,26 +89,26 @@ def test_relative_rms_error_of_block_formats(format, rule):
 @pytest.mark.parametrize(
     ("quantizer", "columns", "error"),
     [
-        (blocks_of("nf4", 128), 65536, 9.5861e-2),
-        (blocks_of("nf4", 4096), 65536, 1.1164e-1),
+        (absmax_blocks("nf4", 128), 65536, 9.5861e-2),
+        (absmax_blocks("nf4", 4096), 65536, 1.1164e-1),
         (get_quantizer("int8_row"), 256, 6.9955e-3),
-        (blocks_of("e4m3fn", 0), 65536, 2.6347e-2),
+        (absmax_blocks("e4m3fn", 0), 65536, 2.6347e-2),
     ],
     ids=["nf4 in 128", "nf4 in 4096", "int8 per row of 256", "e4m3fn scaled to 448"],
 )
 def test_relative_rms_error_of_other_tiles(quantizer, columns, error):
     x = normal_numbers().view(-1, columns)
-    assert relative(quantizer(x), x) == pytest.approx(error, rel=6e-5)
+    assert relative_rms_error(quantizer(x), x) == pytest.approx(error, rel=6e-5)
 
 
-def test_order_of_the_4_bit_formats_on_normal_numbers():
+def test_order_of_the_4_bit_formats_by_error_on_normal_values():
     order = ["nf4", "nvfp4", "af4", "int4_64", "mxfp4", "bnb_fp4"]
     errors = [error_of(name) for name in order]
     assert errors == sorted(errors)
     assert error_of("nf4", "double_absmax") == pytest.approx(error_of("nf4"), rel=5e-4)
 
 
-def test_four_over_six_helps_on_normal_numbers():
+def test_four_over_six_lowers_the_error_on_normal_values():
     assert error_of("nvfp4", "four_over_six") < error_of("nvfp4")
 
 
@@ -117,7 +117,7 @@ def test_four_over_six_helps_on_normal_numbers():
     [("nearest_even", 2.0**-8 / (1 + 2.0**-8), 0.0), ("toward_zero", 2.0**-7, -2.81e-3)],
 )
 def test_bfloat16_study_relative_error_and_bias(rounding, largest, bias):
-    """Truncation shrinks by 2.8e-3 on average, rounding to nearest by nothing: the study's reason for the latter."""
+    """Truncation shrinks by 2.8e-3 on average, rounding to nearest not at all: the study's reason for the latter."""
     x = torch.from_numpy(np.random.default_rng(0).standard_normal(10**6).astype(np.float32))
     rounded = round_to(x, "bf16", rounding).double()
     relative = (rounded.abs() - x.double().abs()) / x.double().abs()
@@ -125,8 +125,8 @@ def test_bfloat16_study_relative_error_and_bias(rounding, largest, bias):
     assert relative.mean().item() == pytest.approx(bias, abs=1e-5)
 
 
-def test_bfloat16_study_dot_product_shows_where_the_sum_is_kept():
-    """4096 values in U(0.5, 1.5): inputs rounded to nearest cost 1e-5, truncated ones 6e-3, a bf16 sum 83 %."""
+def test_bfloat16_study_dot_product_error_by_rounding_and_accumulator():
+    """4096 values in U(0.5, 1.5): inputs rounded to nearest cost 1e-5, truncated ones 6e-3, a bf16 accumulator 83 %."""
     random = np.random.default_rng(0)
     a, b = (torch.from_numpy(random.uniform(0.5, 1.5, 4096).astype(np.float32)) for _ in range(2))
     true = (a.double() @ b.double()).item()
@@ -145,14 +145,14 @@ def test_bfloat16_study_dot_product_shows_where_the_sum_is_kept():
 
 
 @pytest.mark.parametrize(("scale", "lost"), [(1, 1 / 3), (8, 2 / 15), (2**10, 0.0)])
-def test_underflow_of_gradients_in_fp16_and_what_the_loss_scale_saves(scale, lost):
-    """g = 2^U(-30, -15): fp16 makes zero of what is below 2^-25 after scaling."""
+def test_share_of_fp16_gradients_that_underflow_by_loss_scale(scale, lost):
+    """g = 2^U(-30, -15): fp16 rounds values below 2^-25, after scaling, to zero."""
     count = 100_000
     g = torch.from_numpy(2.0 ** np.random.default_rng(0).uniform(-30, -15, count))
     fraction = (round_to(g.float() * scale, "fp16") == 0).double().mean().item()
     assert abs(fraction - lost) <= 4 * math.sqrt(lost * (1 - lost) / count)
 
 
-def test_half_of_the_smallest_fp16_value_is_a_tie_that_goes_to_zero():
+def test_half_the_smallest_fp16_value_rounds_to_zero():
     g = torch.tensor([2.0**-25, np.nextafter(np.float32(2.0**-25), np.float32(1))])
     torch.testing.assert_close(round_to(g, "fp16"), torch.tensor([0.0, 2.0**-24]), rtol=0, atol=0)

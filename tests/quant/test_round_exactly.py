@@ -1,4 +1,4 @@
-"""round_to is rounding by definition: for every 16-bit input, at every boundary, from float64 in one step."""
+"""round_to against exact rounding: for every 16-bit input, at every boundary, from float64 in one step."""
 
 from itertools import product
 
@@ -30,7 +30,7 @@ every_16_bits = pytest.mark.parametrize(
 )
 
 
-def expected(name, x, rounding, overflow):
+def oracle_rounded(name, x, rounding, overflow):
     return torch.from_numpy(oracle.get(name).round(x.double().numpy(), rounding, overflow))
 
 
@@ -47,21 +47,24 @@ def test_every_named_format_has_an_oracle():
 )
 @every_listed
 @every_16_bits
-def test_every_16_bit_value(name, dtype, overflow):
+def test_every_16_bit_value_rounds_as_the_oracle(name, dtype, overflow):
     x = every_16_bit_value(dtype)
     for rounding in oracle.MODES:
-        same_bits(round_to(x, name, rounding, overflow, dtype=torch.float64), expected(name, x, rounding, overflow))
+        same_bits(
+            round_to(x, name, rounding, overflow, dtype=torch.float64), oracle_rounded(name, x, rounding, overflow)
+        )
 
 
 @pytest.mark.quick("saturate-torch.bfloat16-int4", "ieee-torch.bfloat16-int4", "ieee-torch.bfloat16-uint4")
 @every_listed
 @half_precision
 @every_overflow
-def test_every_16_bit_value_in_its_own_dtype(name, dtype, overflow):
-    """What a 16-bit dtype does not hold of the format is rounded to the dtype; saturation ends at what both hold."""
+def test_16_bit_values_rounded_in_their_own_dtype(name, dtype, overflow):
+    """Values of the format that the 16-bit dtype lacks are rounded to the dtype; saturation ends at the largest value
+    of both."""
     x, end = every_16_bit_value(dtype), largest_shared(name, dtype)
     for rounding in ("nearest_even", "up"):
-        exact = expected(name, x, rounding, overflow)
+        exact = oracle_rounded(name, x, rounding, overflow)
         if overflow == "saturate":
             exact = exact.clamp(-end, end)
         same_bits(round_to(x, name, rounding, overflow), exact.to(dtype))
@@ -70,7 +73,7 @@ def test_every_16_bit_value_in_its_own_dtype(name, dtype, overflow):
 @pytest.mark.parametrize("name", ["fp32", "tf32"])
 @half_precision
 @every_rounding
-def test_a_wide_format_holds_every_16_bit_value(name, dtype, rounding):
+def test_wide_formats_leave_16_bit_values_unchanged(name, dtype, rounding):
     x = every_16_bit_value(dtype)
     same_bits(round_to(x, name, rounding, "ieee"), x)
     same_bits(round_to(x, name, rounding), x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max))
@@ -83,9 +86,9 @@ def test_a_wide_format_holds_every_16_bit_value(name, dtype, rounding):
 @half_precision
 @every_rounding
 @every_overflow
-def test_some_16_bit_values_in_wide_formats(name, dtype, rounding, overflow):
+def test_sampled_16_bit_values_in_wide_formats(name, dtype, rounding, overflow):
     x = every_16_bit_value(dtype)[::79]
-    same_bits(round_to(x, name, rounding, overflow, dtype=torch.float64), expected(name, x, rounding, overflow))
+    same_bits(round_to(x, name, rounding, overflow, dtype=torch.float64), oracle_rounded(name, x, rounding, overflow))
 
 
 @pytest.mark.quick(
@@ -100,21 +103,23 @@ def test_some_16_bit_values_in_wide_formats(name, dtype, rounding, overflow):
 @pytest.mark.parametrize(
     ("dtype", "overflow"), slow_unless(in_turn(WIDE, oracle.OVERFLOWS).__contains__, product(WIDE, oracle.OVERFLOWS))
 )
-def test_boundaries(name, dtype, overflow):
-    """Every value and cut with its neighbours, the ends of format and dtype, signed zeros, infinities, NaN."""
+def test_boundaries_round_as_the_oracle(name, dtype, overflow):
+    """Every value and boundary with its neighbors, the ends of format and dtype, signed zeros, infinities, NaN."""
     x = torch.from_numpy(hard_inputs(name, dtype))
     for rounding in oracle.MODES:
-        same_bits(round_to(x, name, rounding, overflow, dtype=torch.float64), expected(name, x, rounding, overflow))
+        same_bits(
+            round_to(x, name, rounding, overflow, dtype=torch.float64), oracle_rounded(name, x, rounding, overflow)
+        )
 
 
 @pytest.mark.quick("int8", "ocp_int8")
 @every_format
 @settings(max_examples=12)
 @given(x=st.lists(st.floats(width=32), min_size=1, max_size=60))
-def test_any_float32(name, x):
+def test_any_float32_rounds_as_the_oracle(name, x):
     x = torch.tensor(x)
     for rounding in oracle.MODES:
-        same_bits(round_to(x, name, rounding, "ieee", dtype=torch.float64), expected(name, x, rounding, "ieee"))
+        same_bits(round_to(x, name, rounding, "ieee", dtype=torch.float64), oracle_rounded(name, x, rounding, "ieee"))
 
 
 @pytest.mark.quick("uint8", "af4")
@@ -124,7 +129,7 @@ def test_any_float32(name, x):
 def test_any_float64_is_rounded_once(name, x):
     x = torch.tensor(x, dtype=torch.float64)
     for rounding in oracle.MODES:
-        same_bits(round_to(x, name, rounding), expected(name, x, rounding, "saturate"))
+        same_bits(round_to(x, name, rounding), oracle_rounded(name, x, rounding, "saturate"))
 
 
 @pytest.mark.parametrize(
@@ -138,8 +143,8 @@ def test_any_float64_is_rounded_once(name, x):
         (2.5 + 2.0**-40, "int8", 3.0),
     ],
 )
-def test_values_that_other_libraries_round_twice(x, format, nearest):
-    """Through float32 each of these lands on a tie, and then on the wrong side of it."""
+def test_float64_values_are_not_rounded_twice(x, format, nearest):
+    """Through float32 each of these becomes a tie, and then goes to the wrong side."""
     wide = torch.tensor(x, dtype=torch.float64)
     assert round_to(wide, format).item() == nearest
     assert round_to(wide.float(), format).item() != nearest
@@ -186,7 +191,7 @@ def test_overflow_is_decided_after_rounding(format, x, rounding, overflow, resul
 
 @every_format
 @every_overflow
-def test_nan_stays_nan_and_zero_keeps_its_sign_where_the_format_has_two(name, overflow):
+def test_nan_stays_nan_and_zero_keeps_its_sign_where_the_format_has_it(name, overflow):
     x = torch.tensor([torch.nan, 0.0, -0.0])
     for rounding in oracle.MODES:
         result = round_to(x, name, rounding, overflow)
@@ -217,6 +222,6 @@ def test_e8m0_overflows_to_nan_or_saturates():
     ("dtype", "format", "largest"),
     [(torch.float16, "bf16", 65280.0), (torch.bfloat16, "fp16", 65280.0), (torch.float16, "fp32", 65504.0)],
 )
-def test_saturation_stays_inside_the_dtype_that_holds_the_values(dtype, format, largest):
+def test_saturation_stays_within_the_result_dtype(dtype, format, largest):
     for x in (float("inf"), torch.finfo(dtype).max):
         assert round_to(torch.tensor(x, dtype=dtype), format).item() == largest

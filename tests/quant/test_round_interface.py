@@ -1,4 +1,4 @@
-"""How round_to is called: what it leaves alone, what it takes, what it refuses."""
+"""The arguments of round_to: what they leave unchanged, what they accept, and errors."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ SHAPES = [(), (0,), (0, 3), (1,), (7,), (3, 5), (2, 3, 4, 5)]
 @every_dtype
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
-def test_shape_and_dtype_stay(dtype, shape, rounding):
+def test_round_to_keeps_shape_and_dtype_and_its_input(dtype, shape, rounding):
     x = torch.randn(shape).to(dtype)
     before = x.clone()
     result = round_to(x, "e4m3fn", rounding, generator=0)
@@ -29,7 +29,7 @@ def test_shape_and_dtype_stay(dtype, shape, rounding):
     "cut", [lambda x: x.t(), lambda x: x[::2, ::3], lambda x: x[:, 1], lambda x: x[:1].expand(4, 6)], ids="tscx"
 )
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
-def test_layout_does_not_matter(dtype, cut, rounding):
+def test_strides_do_not_change_the_result(dtype, cut, rounding):
     x = cut(torch.randn(6, 6).to(dtype))
     same_bits(round_to(x, "e5m2", rounding, generator=4), round_to(x.contiguous(), "e5m2", rounding, generator=4))
 
@@ -46,8 +46,8 @@ def test_out_is_written_and_returned(x):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("source", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_values_are_written_in_the_dtype_asked_for(source, dtype):
-    """Rounded once onto the format; e4m3fn's values are exact in every dtype."""
+def test_results_have_the_requested_dtype(source, dtype):
+    """Rounded once to the format; e4m3fn's values are exact in every dtype."""
     x = torch.randn(3, 50).to(source)
     expected = round_to(x.double(), "e4m3fn").to(dtype)
     out = torch.empty(3, 50, dtype=dtype)
@@ -57,7 +57,7 @@ def test_values_are_written_in_the_dtype_asked_for(source, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, torch.bool])
-def test_values_come_in_wide_floats_only(dtype):
+def test_other_result_dtypes_raise(dtype):
     with pytest.raises(QuantizationError, match=f"values in {dtype} asked for; expected float64"):
         round_to(torch.zeros(3), "e4m3fn", dtype=dtype)
 
@@ -71,7 +71,7 @@ def test_values_come_in_wide_floats_only(dtype):
         torch.empty(3, device="meta"),
     ],
 )
-def test_an_out_of_another_kind_is_refused(out):
+def test_an_unfit_out_raises(out):
     with pytest.raises(QuantizationError, match=r"out is .*; expected \(3,\) torch.float32 on cpu"):
         round_to(torch.zeros(3), "bf16", out=out)
 
@@ -79,12 +79,12 @@ def test_an_out_of_another_kind_is_refused(out):
 @pytest.mark.parametrize(
     "dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2], ids=str
 )
-def test_a_dtype_that_is_not_rounded_is_refused(dtype):
+def test_inputs_of_other_dtypes_raise(dtype):
     with pytest.raises(QuantizationError, match=f"got {dtype}; it takes float32, bfloat16"):
         round_to(torch.zeros(2).to(dtype), "bf16")
 
 
-def test_a_tensor_that_requires_grad_is_refused_and_the_next_step_named():
+def test_a_tensor_that_requires_grad_raises_and_suggests_detach():
     x = torch.ones(3, requires_grad=True)
     with pytest.raises(QuantizationError, match=r"requires grad.*detach\(\).*halfstep.ops.fake_quantize"):
         round_to(x, "bf16")
@@ -101,12 +101,12 @@ def test_a_tensor_that_requires_grad_is_refused_and_the_next_step_named():
         ({"format": "bf16", "overflow": "wrap"}, QuantizationError, "unknown overflow 'wrap'.*ieee, saturate"),
     ],
 )
-def test_unknown_names_are_refused(arguments, error, words):
+def test_unknown_formats_roundings_and_overflows_raise(arguments, error, words):
     with pytest.raises(error, match=words):
         round_to(torch.zeros(3), **arguments)
 
 
-def test_a_format_is_given_by_name_dtype_or_itself():
+def test_a_format_may_be_a_name_a_dtype_or_a_format():
     x = torch.randn(100)
     expected = x.bfloat16().float()
     for format in ("bf16", "bfloat16", torch.bfloat16, formats.get("bf16")):
@@ -114,7 +114,7 @@ def test_a_format_is_given_by_name_dtype_or_itself():
 
 
 @pytest.mark.parametrize("rounding", ["nearest_away", "stochastic"])
-def test_a_quantizer_is_round_to_with_its_arguments_kept(rounding):
+def test_a_quantizer_equals_round_to_with_its_arguments(rounding):
     quantizer = Quantizer(formats.get("e4m3fn"), rounding, "ieee")
     x = torch.randn(64) * 300
     same_bits(quantizer(x, 7), round_to(x, "e4m3fn", rounding, "ieee", generator=7))

@@ -1,4 +1,4 @@
-"""round_to, encode and decode beside gfloat, ml_dtypes, numpy and torch's casts; where one differs, a test says so."""
+"""round_to, encode and decode compared with gfloat, ml_dtypes, numpy and torch's casts; differences are asserted."""
 
 import gfloat
 import gfloat.formats as gf
@@ -36,7 +36,7 @@ NUMPY = {
     "float8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
     "float8_e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz,
 }
-# ... and saturates where there is neither.
+# ... and saturates in formats that have neither.
 FINITE = {
     "float6_e3m2fn": ml_dtypes.float6_e3m2fn,
     "float6_e2m3fn": ml_dtypes.float6_e2m3fn,
@@ -61,7 +61,7 @@ ignore_overflow = pytest.mark.filterwarnings("ignore:(overflow|invalid value) en
 
 
 def inputs(name, dtype=np.float32, most=6000):
-    """Numbers of all sizes, and (of the 16-bit formats a sample of) what is hard about the format."""
+    """Values of all magnitudes, and (a sample, for 16-bit formats) the hard inputs of the format."""
     random = np.random.default_rng(1).standard_normal(4096) * 2.0 ** np.random.default_rng(2).integers(-20, 20, 4096)
     hard = hard_inputs(name, dtype)
     return np.concatenate([hard[:: len(hard) // most + 1], hard[-1000:], random.astype(dtype)])
@@ -70,17 +70,17 @@ def inputs(name, dtype=np.float32, most=6000):
 @pytest.mark.parametrize("name", GFLOAT)
 @pytest.mark.parametrize("overflow", ["saturate", "ieee"])
 @pytest.mark.filterwarnings("ignore:overflow encountered in ldexp:RuntimeWarning")  # at float64's own end
-def test_gfloat(name, overflow):
+def test_round_to_equals_gfloat(name, overflow):
     x = inputs(name, np.float64)
     f = formats.get(name)
     if not f.has_nan:
-        x, overflow = x[~np.isnan(x)], "saturate"  # gfloat refuses NaN there, and infinities unless it saturates
+        x, overflow = x[~np.isnan(x)], "saturate"  # gfloat raises for NaN, and for infinities unless it saturates
     for rounding, mode in MODES.items():
         expected = gfloat.round_ndarray(GFLOAT[name], x, mode, sat=overflow == "saturate")
         same_bits(round_to(torch.from_numpy(x), name, rounding, overflow), torch.from_numpy(expected))
 
 
-def test_gfloat_has_the_code_of_minus_two_in_ocp_int8_and_rounds_to_it():
+def test_only_gfloat_rounds_to_minus_two_in_ocp_int8():
     x = np.array([-1.99, -2.5, 1.99, 0.3, 1 / 128, 3 / 128])
     theirs = gfloat.round_ndarray(gf.format_info_ocp_int8, x, RoundMode.TiesToEven, sat=True)
     ours = round_to(torch.from_numpy(x), "ocp_int8")
@@ -91,7 +91,7 @@ def test_gfloat_has_the_code_of_minus_two_in_ocp_int8_and_rounds_to_it():
 
 @pytest.mark.parametrize("name", NUMPY)
 @ignore_overflow
-def test_numpy_and_ml_dtypes_overflow_to_infinity_or_nan(name):
+def test_ieee_overflow_equals_numpy_and_ml_dtypes(name):
     x = inputs(name)
     expected = x.astype(NUMPY[name])
     same_bits(round_to(torch.from_numpy(x), name, overflow="ieee"), torch.from_numpy(expected.astype(np.float32)))
@@ -104,7 +104,7 @@ def test_numpy_and_ml_dtypes_overflow_to_infinity_or_nan(name):
 
 @pytest.mark.parametrize("name", FINITE)
 @ignore_overflow
-def test_ml_dtypes_saturates_what_has_neither_infinity_nor_nan(name):
+def test_ml_dtypes_saturates_formats_without_infinity_and_nan(name):
     x = inputs(name)
     x = x[~np.isnan(x)]
     expected = x.astype(FINITE[name])
@@ -116,15 +116,15 @@ def test_ml_dtypes_saturates_what_has_neither_infinity_nor_nan(name):
 
 @pytest.mark.parametrize(("name", "code"), [("float6_e3m2fn", 0x20), ("float6_e2m3fn", 0x20), ("float4_e2m1fn", 0x8)])
 @ignore_overflow
-def test_ml_dtypes_makes_minus_zero_of_nan_and_we_keep_it(name, code):
+def test_only_ml_dtypes_turns_nan_into_minus_zero(name, code):
     theirs = np.array([np.nan], np.float32).astype(FINITE[name])
     assert theirs.view(np.uint8)[0] == code
     assert round_to(torch.tensor(torch.nan), name).isnan()
 
 
 @ignore_overflow
-def test_ml_dtypes_e8m0():
-    """Equal for normal numbers; between 2^-127 and 1.5 * 2^-127 (subnormal) theirs is the upper neighbour."""
+def test_e8m0_agrees_with_ml_dtypes_but_for_subnormals():
+    """Equal for normal values; between 2^-127 and 1.5 * 2^-127 (subnormal) ml_dtypes takes the upper neighbor."""
     x = inputs("float8_e8m0fnu")
     theirs = x.astype(ml_dtypes.float8_e8m0fnu)
     number = ~np.isinf(x) & ((x <= 0) | (x >= 2.0**-126) | np.isnan(x))
@@ -148,8 +148,8 @@ def test_ml_dtypes_rounds_float64_twice_and_numpy_does_not():
 
 @pytest.mark.parametrize("name", TORCH)
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_torch_casts_of_what_fits(name, source):
-    """torch's casts agree wherever nothing overflows; e4m3fn overflows to max or to NaN as torch's version has it."""
+def test_round_to_equals_torch_casts_within_the_range(name, source):
+    """torch's casts agree wherever nothing overflows; e4m3fn overflows to max or to NaN by torch's version."""
     x = torch.from_numpy(inputs(name)) if source.itemsize == 4 else every_16_bit_value(source)
     fits = (x.double().abs() <= formats.get(name).max) | x.isnan()
     x = torch.where(fits, x, 0)
@@ -161,12 +161,12 @@ def test_torch_casts_of_what_fits(name, source):
 
 
 @pytest.mark.parametrize("name", [name for name in TORCH if name != "float8_e4m3fn"])
-def test_torch_casts_overflow_to_infinity_or_nan(name):
+def test_ieee_overflow_equals_torch_casts(name):
     x = torch.from_numpy(inputs(name))
     same_bits(round_to(x, name, overflow="ieee"), x.to(TORCH[name]).float())
 
 
-def test_torchs_e4m3fn_overflows_as_one_of_our_two_conventions():
+def test_torchs_e4m3fn_cast_equals_one_of_the_two_overflow_modes():
     """Versions before 2.13 gave NaN, later ones saturate (infinities too)."""
     x = torch.from_numpy(inputs("float8_e4m3fn"))
     cast = x.to(torch.float8_e4m3fn).float()
@@ -174,7 +174,7 @@ def test_torchs_e4m3fn_overflows_as_one_of_our_two_conventions():
     same_bits(round_to(x, "e4m3fn", overflow="saturate" if saturates else "ieee"), cast)
 
 
-def test_torchs_e8m0_drops_signs_and_knows_zero():
+def test_torchs_e8m0_cast_drops_signs_and_clamps_zero():
     x = torch.tensor([-1.0, 0.0, -3.0])
     assert x.to(torch.float8_e8m0fnu).float().tolist() == [1.0, 2.0**-127, 4.0]
     assert round_to(x, "e8m0").isnan().all()
@@ -192,15 +192,15 @@ def test_torch_rounds_float64_twice():
     assert round_to(trap, "fp16").item() == 2050
 
 
-def test_tf32_is_the_bit_trick():
-    """Round to 10 mantissa bits: add 0xFFF and the last kept bit, clear the low 13."""
+def test_tf32_equals_rounding_by_integer_arithmetic():
+    """To 10 mantissa bits: add 0xFFF and the last kept bit, clear the low 13."""
     bits = np.random.default_rng(3).integers(0, 0x7F7F0000, 65536, dtype=np.uint32)
     expected = (bits + 0xFFF + (bits >> 13 & 1)) & np.uint32(0xFFFFE000)
     x = torch.from_numpy(bits.view(np.float32))
     same_bits(round_to(x, "tf32"), torch.from_numpy(expected.view(np.float32)))
 
 
-def test_truncation_to_bfloat16_is_the_bit_trick():
+def test_truncation_to_bfloat16_equals_masking_the_low_bits():
     bits = np.random.default_rng(4).integers(0, 0x7F800000, 65536, dtype=np.uint32)
     x = torch.from_numpy(bits.view(np.float32))
     same_bits(round_to(x, "bf16", "toward_zero"), torch.from_numpy((bits & np.uint32(0xFFFF0000)).view(np.float32)))

@@ -1,4 +1,4 @@
-"""Stochastic rounding: to one of the two neighbours, right on average, and a function of the seed alone."""
+"""Stochastic rounding: to one of the two neighbors, unbiased, and a function of the seed alone."""
 
 import math
 
@@ -17,8 +17,8 @@ every_format = pytest.mark.parametrize("name", oracle.NAMES)
 every_dtype = for_each("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 
 
-def inside(name, dtype, count=256):
-    """Random numbers in a format's range, many sizes."""
+def values_in_range(name, dtype, count=256):
+    """Random values in a format's range, of many magnitudes."""
     format = oracle.get(name)
     x = torch.randn(count, dtype=torch.float64) * 2.0 ** torch.randint(-8, 4, (count,))
     return x.clamp(max(format.min, -1e4), min(format.max, 1e4)).to(dtype)
@@ -27,8 +27,8 @@ def inside(name, dtype, count=256):
 @pytest.mark.quick("float8_e5m2", "float8_e4m3b11fnuz", "int4", "uint8", "uint4", "af4")
 @every_format
 @every_dtype
-def test_only_the_two_neighbours(name, dtype):
-    x = inside(name, dtype)
+def test_results_are_one_of_the_two_neighbors(name, dtype):
+    x = values_in_range(name, dtype)
     result = round_to(x, name, "stochastic", generator=5, dtype=torch.float64)
     for before, after in zip(x.double().tolist(), result.tolist(), strict=True):
         if name == "float8_e8m0fnu" and before <= 0:
@@ -41,23 +41,25 @@ def test_only_the_two_neighbours(name, dtype):
 @every_format
 @every_dtype
 def test_exact_values_are_unchanged(name, dtype):
-    x = round_to(torch.cat([inside(name, dtype, 4096), torch.tensor([0.0, -0.0, math.nan], dtype=dtype)]), name)
+    x = round_to(
+        torch.cat([values_in_range(name, dtype, 4096), torch.tensor([0.0, -0.0, math.nan], dtype=dtype)]), name
+    )
     x = round_to(x, name, dtype=torch.float64)  # a codebook's values need not be exact in a narrow dtype
     for seed in range(3):
         same_bits(round_to(x, name, "stochastic", generator=seed), x)
 
 
 @every_format
-def test_codes_are_those_of_the_values(name):
-    x = inside(name, torch.float32, 4096)
+def test_stochastic_codes_decode_to_the_stochastic_values(name):
+    x = values_in_range(name, torch.float32, 4096)
     found = decode(encode(x, name, "stochastic", generator=3), name, torch.float64)
     same_bits(found, round_to(x, name, "stochastic", generator=3, dtype=torch.float64))
 
 
 @pytest.mark.quick("float8_e8m0fnu", "uint8", "uint4")
 @pytest.mark.parametrize("name", oracle.LISTED)
-def test_right_on_average_between_any_two_neighbours(name):
-    """The chance to rise is the remainder's share of the gap, on both sides of zero and in subnormals."""
+def test_rounding_between_any_two_neighbors_is_unbiased(name):
+    """The probability of rounding up is the remainder's share of the gap, on both sides of zero and in subnormals."""
     values, count = oracle.listed(name).values, 20_000
     middle = int(abs(values).argmin())
     for low in {0, middle, max(middle - 1, 0), (middle + len(values)) // 2, len(values) - 2}:
@@ -73,7 +75,7 @@ def test_right_on_average_between_any_two_neighbours(name):
 @pytest.mark.parametrize("format", ["bf16", "fp16", "e4m3fn", "e5m2"])
 @for_each("fraction", [1 / 64, 0.25, 0.5, 0.9])
 @for_each("at", [1.0, -3.0, "subnormal"])
-def test_right_on_average(format, fraction, at):
+def test_stochastic_rounding_is_unbiased(format, fraction, at):
     f, count = formats.get(format), 40_000
     low, step = (f.min_subnormal, f.min_subnormal) if at == "subnormal" else (abs(at), f.eps * 2 ** (abs(at) > 2))
     sign = math.copysign(1, at) if at != "subnormal" else 1
@@ -82,7 +84,7 @@ def test_right_on_average(format, fraction, at):
     assert abs(rose - fraction) < 4 * math.sqrt(fraction * (1 - fraction) / count)
 
 
-def test_the_chance_to_rise_is_exact_at_the_ends():
+def test_the_probability_of_rounding_up_is_exact_at_the_ends():
     noise = torch.tensor([0, 1, 2**32 - 1], dtype=torch.int64)
     r = torch.full((3,), 5 + 2.0**-32, dtype=torch.float64)
     torch.testing.assert_close(stochastic(r, noise), torch.tensor([5.0, 5.0, 6.0], dtype=torch.float64))
@@ -90,7 +92,7 @@ def test_the_chance_to_rise_is_exact_at_the_ends():
 
 
 @pytest.mark.parametrize("overflow", ["saturate", "ieee"])
-def test_overflow(overflow):
+def test_stochastic_overflow_saturates_or_gives_nan(overflow):
     x = torch.full((1000,), 448.0 + 16.0)
     result = round_to(x, "e4m3fn", "stochastic", overflow, generator=1)
     if overflow == "saturate":
@@ -100,7 +102,7 @@ def test_overflow(overflow):
         assert (result[~result.isnan()] == 448).all()
 
 
-def test_same_for_a_seed_on_any_number_of_threads():
+def test_results_do_not_depend_on_the_number_of_threads():
     x = torch.randn(3 * (1 << 18) + 7)
     before = torch.get_num_threads()
     results = []
@@ -114,8 +116,8 @@ def test_same_for_a_seed_on_any_number_of_threads():
     same_bits(results[2], results[0])
 
 
-def test_same_whatever_the_shape_and_where_the_tensor_is_cut():
-    """Element i draws hash(seed, i), so the pieces that round_to works in do not show."""
+def test_results_do_not_depend_on_shape_or_chunking():
+    """Element i draws hash(seed, i), so the chunks that round_to works in have no effect."""
     count = (1 << 20) + 1000
     x = torch.full((count,), 1 + 2.0**-8)
     whole = round_to(x, "bf16", "stochastic", generator=9)
@@ -125,7 +127,7 @@ def test_same_whatever_the_shape_and_where_the_tensor_is_cut():
     same_bits(round_to(x[:6].view(2, 3), "bf16", "stochastic", generator=9).view(-1), whole[:6])
 
 
-def test_different_seeds_differ():
+def test_different_seeds_give_different_results():
     x = torch.full((256,), 1 + 2.0**-8)
     seen = {tuple(round_to(x, "bf16", "stochastic", generator=seed).tolist()) for seed in (0, 1, 2, 1 << 32, 1 << 63)}
     assert len(seen) == 5
@@ -141,7 +143,7 @@ def test_a_generator_advances_by_one_draw_a_call():
         same_bits(round_to(x, "bf16", "stochastic", generator=draw_seed(twin)), result)
 
 
-def test_without_a_generator_torchs_own_is_drawn_from():
+def test_without_a_generator_seeds_come_from_torchs_default():
     x = torch.full((256,), 1 + 2.0**-8)
     torch.manual_seed(1)
     first = round_to(x, "bf16", "stochastic")
@@ -152,7 +154,7 @@ def test_without_a_generator_torchs_own_is_drawn_from():
     torch.testing.assert_close(torch.get_rng_state(), state)
 
 
-def test_noise_is_uniform_and_its_neighbours_are_independent():
+def test_noise_is_uniform_and_neighbors_are_independent():
     noise = noise_bits(77, 0, 1 << 16)
     assert noise.min() >= 0
     assert noise.max() < 2**32
@@ -163,7 +165,7 @@ def test_noise_is_uniform_and_its_neighbours_are_independent():
     assert abs(pairs) < 5 / 2**8
 
 
-def test_derived_seeds_are_distinct_64_bit_numbers():
+def test_derived_seeds_are_distinct_64_bit_integers():
     seeds = {derive_seed(seed, step, index) for seed in range(4) for step in range(16) for index in range(16)}
     assert len(seeds) == 4 * 16 * 16
     assert all(0 <= seed < 2**64 for seed in seeds)

@@ -1,4 +1,4 @@
-"""Whether a graph is traced, asked within a graph and between two."""
+"""has_memory within a traced graph, and between two graphs."""
 
 import pytest
 import torch
@@ -7,14 +7,14 @@ from halfstep.quant.tracing import has_memory
 
 
 @pytest.fixture(autouse=True)
-def _anew():
+def _reset_dynamo():
     torch._dynamo.reset()
 
 
-def test_between_two_graphs_nothing_is_traced():
+def test_tensors_have_memory_between_two_graphs():
     @torch._dynamo.disable(
         recursive=False
-    )  # as a function whose graph broke: itself it runs, what it calls may compile
+    )  # like a function at a graph break: it runs eagerly, what it calls may compile
     def between(x):
         return has_memory(x)
 

@@ -1,4 +1,4 @@
-"""docs/recipes.md has a row for every recipe with its bytes, and names what the recipes keep, glob by glob."""
+"""docs/recipes.md lists every recipe with its bytes, and the globs of the layers that recipes keep."""
 
 import re
 from fnmatch import fnmatchcase
@@ -20,19 +20,19 @@ KEPT = rest.split("\n## ")[0]
 ROUNDING = [name for name in ALL if any(rule.linear.rounds for rule in get_recipe(name).rules)]
 
 
-def reason(path):
+def reason_kept(path):
     globs = ((rule.why, glob) for rule in KEEP for glob in rule.path.split("|"))
     return next((why for why, glob in globs if fnmatchcase(path, glob)), None)
 
 
 @pytest.mark.parametrize(("title", "globs"), [("Routers", ROUTERS), ("Heads", HEADS), ("LoRA", ADAPTERS)])
-def test_the_page_lists_every_glob(title, globs):
+def test_the_page_lists_every_glob_of_kept_layers(title, globs):
     section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("`")]
     assert tuple(re.findall(r"`([^`]+)`", "\n".join(lines))) == globs
 
 
-def test_the_first_table_has_every_recipe_once_with_its_bytes():
+def test_the_first_table_lists_every_recipe_once_with_its_bytes():
     rows = [line.split("|") for line in TABLE.splitlines() if line.startswith("| `")]
     listed = [(name, row[-2].strip()) for row in rows for name in re.findall(r"`([^`]+)`", row[1])]
     assert sorted(name for name, _ in listed) == sorted(list_recipes())
@@ -42,7 +42,7 @@ def test_the_first_table_has_every_recipe_once_with_its_bytes():
         assert text.removesuffix(", on one rank") == f"{size.total:g}{passing}", name
 
 
-def test_the_page_lists_every_recipe_that_rounds():
+def test_the_page_lists_what_every_rounding_recipe_keeps():
     rows = [line.split("|") for line in KEPT.splitlines() if line.startswith("| `")]
     listed = {name: row[2].strip() for row in rows for name in re.findall(r"`([^`]+)`", row[1])}
     assert {name: listed[name] for name in ROUNDING} == {
@@ -75,11 +75,11 @@ def test_the_page_lists_every_recipe_that_rounds():
         ("model.decoder.project_out", None),
     ],
 )
-def test_what_a_path_is(path, why):
-    assert reason(path) == why
+def test_paths_of_heads_routers_and_adapters_are_recognized(path, why):
+    assert reason_kept(path) == why
 
 
-def test_a_rule_of_several_globs_is_one_rule_for_each():
+def test_a_rule_of_several_globs_equals_one_rule_for_each():
     linear = LinearSpec(Matmul(rhs=get_quantizer("e4m3fn")))
     joined, apart = (
         Recipe("mine", "", "", rules=tuple(Rule(path, linear) for path in paths)) for paths in (["0|2"], ["0", "2"])
@@ -88,4 +88,4 @@ def test_a_rule_of_several_globs_is_one_rule_for_each():
     found = [halfstep.plan(model, recipe) for recipe in (joined, apart)]
     assert [*found[0].layers] == [*found[1].layers] == ["0", "2"]
     assert found[0].kept == found[1].kept
-    assert digest(joined) == digest(apart)  # checkpoints of either go on under the other
+    assert digest(joined) == digest(apart)  # checkpoints of either load under the other

@@ -1,4 +1,4 @@
-"""The formats in which each recipe rounds the operands of its products, as its source has them."""
+"""The formats in which each recipe rounds the operands of its matmuls, as its source has them."""
 
 import pytest
 from torch import nn
@@ -37,13 +37,13 @@ FORMATS = {
 """Inputs, weights and output gradients."""
 
 
-def products(name):
+def rounding_specs(name):
     return [rule.linear for rule in get_recipe(name).rules if rule.linear.rounds]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_operands_are_in_the_formats_of_the_source(name):
-    (spec,) = products(name)
+def test_operands_have_the_formats_of_the_source(name):
+    (spec,) = rounding_specs(name)
     inputs, weights, grads = FORMATS[name]
     assert (spec.output.lhs.format.name, spec.output.rhs.format.name) == (inputs, weights)
     assert (spec.grad_input.lhs.format.name, spec.grad_input.rhs.format.name) == (grads, weights)
@@ -51,9 +51,10 @@ def test_operands_are_in_the_formats_of_the_source(name):
         assert (spec.grad_weight.lhs.format.name, spec.grad_weight.rhs.format.name) == (grads, inputs)
 
 
-def test_nvfp4_is_transformer_engines_recipe():
-    """Which of the six operands are rotated, rounded stochastically, and scaled in squares: `NVFP4BlockScaling`."""
-    (spec,) = products("nvfp4")
+def test_nvfp4_equals_transformer_engines_recipe():
+    """Which of the six operands are rotated, rounded stochastically, and scaled in square tiles:
+    `NVFP4BlockScaling`."""
+    (spec,) = rounding_specs("nvfp4")
     matmuls = spec.output, spec.grad_input, spec.grad_weight
     rounded = [[quantizer.rounding for quantizer in (m.lhs, m.rhs)] for m in matmuls]
     assert rounded == [["nearest_even"] * 2, ["stochastic", "nearest_even"], ["stochastic", "nearest_even"]]
@@ -61,12 +62,12 @@ def test_nvfp4_is_transformer_engines_recipe():
     row, square = "two_level, 1x16", "two_level, 16x16"
     assert tiles == [[row, square], [row, square], [row, row]]
     assert [m.hadamard for m in matmuls] == [None, None, Hadamard(16)]
-    assert spec.rerounded == {"input", "grad_output"}  # the weight is rounded once for both of its products
+    assert spec.rerounded == {"input", "grad_output"}  # the weight is rounded once for both of its matmuls
 
 
-def test_mxfp4_rht_is_its_authors_recipe():
-    """Backward products in MXFP4, all operands rotated by 64 with new signs, and rounded stochastically."""
-    (spec,) = products("mxfp4-rht")
+def test_mxfp4_rht_equals_its_authors_recipe():
+    """Backward matmuls in MXFP4, all operands rotated by 64 with new signs, and rounded stochastically."""
+    (spec,) = rounding_specs("mxfp4-rht")
     assert spec.output == Matmul()
     assert spec.grad_input == spec.grad_weight
     assert spec.grad_input.hadamard == Hadamard(64, "random")

@@ -1,4 +1,4 @@
-"""Recipes `bits-eXmY`: the mask and the nearest value, bit by bit, and what they do to a model."""
+"""Recipes `bits-eXmY`: masked bits and the nearest value, bit by bit, and models under them."""
 
 import math
 from fractions import Fraction
@@ -23,14 +23,14 @@ def every_bfloat16():
 
 
 @pytest.mark.parametrize("mantissa", range(1, 8))
-def test_masked_is_the_bits_masked(mantissa):
+def test_masking_recipes_clear_the_low_mantissa_bits(mantissa):
     codes, values = every_bfloat16()
     mask = 0xFFFF << (7 - mantissa) & 0xFFFF
     expected = (codes.to(torch.int32) & mask).to(torch.uint16).view(torch.bfloat16)
     assert torch.equal(operand(f"bits-e8m{mantissa}")(values).view(torch.int16), expected.view(torch.int16))
 
 
-def test_seven_bits_of_the_mantissa_take_nothing_away():
+def test_seven_mantissa_bits_leave_bfloat16_unchanged():
     _, values = every_bfloat16()
     for name in ("bits-e8m7", "bits-e8m7-nearest"):
         assert torch.equal(operand(name)(values), values)
@@ -48,7 +48,7 @@ def nearest(x: Fraction, exponent: int, mantissa: int) -> Fraction:
 
 
 @pytest.mark.parametrize(("exponent", "mantissa"), [(8, 3), (8, 1), (5, 2), (4, 3), (7, 7)])
-def test_nearest_is_the_nearest_fraction(exponent, mantissa):
+def test_nearest_recipes_round_to_the_nearest_fraction(exponent, mantissa):
     _, values = every_bfloat16()
     values = values[::29]
     found = operand(f"bits-e{exponent}m{mantissa}-nearest")(values)
@@ -57,8 +57,8 @@ def test_nearest_is_the_nearest_fraction(exponent, mantissa):
 
 
 @pytest.mark.parametrize(("mantissa", "largest", "mean"), [(6, 0.0078, -0.0028), (3, 0.1049, -0.0411)])
-def test_bias_of_the_mask(mantissa, largest, mean):
-    """Normal numbers: the sheet's figures, computed once with integers; to nearest there is next to no bias."""
+def test_masking_is_biased_and_rounding_to_nearest_is_not(mantissa, largest, mean):
+    """On normal values, whose figures were computed once with integers; rounding to nearest has next to no bias."""
     x = torch.randn(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").bfloat16()
     x = x[x != 0]
     for name, bias in ((f"bits-e8m{mantissa}", mean), (f"bits-e8m{mantissa}-nearest", 0.0)):
@@ -78,19 +78,19 @@ def outputs(recipe):
     return out, model[1].weight.grad
 
 
-def test_a_model_under_all_bits_is_bf16_masters_and_under_fewer_is_not():
+def test_bits_e8m7_trains_as_bf16_master_and_fewer_bits_do_not():
     plain, whole, masked = outputs("bf16-master"), outputs("bits-e8m7"), outputs("bits-e8m3")
     assert all(torch.equal(a, b) for a, b in zip(plain, whole, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(plain, masked, strict=True))
 
 
 @pytest.mark.parametrize("name", ["bits-e9m3", "bits-e1m3", "bits-e8m8"])
-def test_bits_that_bf16_has_not_are_refused(name):
+def test_more_bits_than_bf16_has_raise(name):
     with pytest.raises(RecipeError, match="expected e2 to e8 and m0 to m7, such as bits-e8m3"):
         halfstep.get_recipe(name)
 
 
-def test_data_hold_it():
+def test_partial_precision_recipes_round_trip_as_data():
     for name in ("bits-e8m2", "bits-e5m2-nearest", "bits-e8m0"):
         recipe = halfstep.get_recipe(name)
         assert halfstep.recipe.from_data(halfstep.recipe.to_data(recipe), halfstep.get_recipe) == recipe

@@ -1,4 +1,4 @@
-"""Recipes of one's own from TOML files and Python modules, and what a mistake in one says."""
+"""Custom recipes from TOML files and Python modules, and the errors of mistakes in them."""
 
 import json
 from dataclasses import replace
@@ -50,7 +50,7 @@ rhs.margin = 2
 
 
 @pytest.fixture
-def written(tmp_path):
+def write_recipe(tmp_path):
     """Writes a file and returns its path as text."""
 
     def write(text, name="my.toml"):
@@ -60,8 +60,8 @@ def written(tmp_path):
     return write
 
 
-def test_a_whole_file(written):
-    recipe = get_recipe(written(WHOLE))
+def test_a_file_with_every_key(write_recipe):
+    recipe = get_recipe(write_recipe(WHOLE))
     assert (recipe.name, recipe.summary, recipe.source) == ("mine", "What I try.", "my notebook")
     assert (recipe.weights, recipe.master, recipe.compute) == ("bf16", "fp32", "bf16")
     assert recipe.notes == ("one", "two")
@@ -80,8 +80,8 @@ def test_a_whole_file(written):
     assert all_others.linear.grad_input == all_others.linear.grad_weight == Matmul()
 
 
-def test_a_base_gives_what_the_file_leaves_out(written):
-    recipe = get_recipe(written('name = "mine"\nbase = "fp8-delayed"\nmoments = "bf16"\n'))
+def test_a_base_supplies_the_keys_that_a_file_omits(write_recipe):
+    recipe = get_recipe(write_recipe('name = "mine"\nbase = "fp8-delayed"\nmoments = "bf16"\n'))
     base = get_recipe("fp8-delayed")
     assert recipe == replace(
         base,
@@ -91,30 +91,30 @@ def test_a_base_gives_what_the_file_leaves_out(written):
         source="one's own, from fp8-delayed",
         notes=(),
     )
-    without = get_recipe(written('name = "mine"\nbase = "fp16-master"\nmaster = "none"\nloss_scale = "none"\n'))
+    without = get_recipe(write_recipe('name = "mine"\nbase = "fp16-master"\nmaster = "none"\nloss_scale = "none"\n'))
     assert without.master is None
     assert without.loss_scale is None
-    assert get_recipe(written('name = "mine"\nbase = "O2"')).weights == "fp16"
+    assert get_recipe(write_recipe('name = "mine"\nbase = "O2"')).weights == "fp16"
 
 
-def test_weights_of_ones_own_are_codes(written):
+def test_a_file_stores_weights_as_codes(write_recipe):
     kinds = {"weights": "e4m3fn", "grads": "e4m3fn", "master": "fp16"}
     tables = [f"{role} = {{format = '{name}', tile = 'tensor', scale = 'rceil'}}" for role, name in kinds.items()]
-    recipe = get_recipe(written("\n".join(['name = "mine"\nbase = "fp8-delayed"\n[codes]', *tables])))
+    recipe = get_recipe(write_recipe("\n".join(['name = "mine"\nbase = "fp8-delayed"\n[codes]', *tables])))
     assert recipe.codes == get_recipe("fp8lm-o3").codes
     codes = {p.codes.dtype for p in prepared(recipe)[0].parameters() if isinstance(p, CodeTensor)}
     assert codes == {torch.float8_e4m3fn}
-    assert get_recipe(written('name = "mine"\nbase = "fp8lm-o3"\ncodes = "none"')).codes is None
+    assert get_recipe(write_recipe('name = "mine"\nbase = "fp8lm-o3"\ncodes = "none"')).codes is None
 
 
-def test_heads_are_kept_unless_the_file_says_otherwise(written):
+def test_heads_are_kept_unless_keep_heads_is_false(write_recipe):
     rules = "[[rules]]\npath = '*'\ninput = 'e4m3fn'\n"
-    assert len(get_recipe(written(f"name = 'mine'\nkeep_heads = false\n{rules}")).rules) == 1
-    assert len(get_recipe(written(f"name = 'mine'\n{rules}")).rules) == len(KEEP) + 1
-    assert len(get_recipe(written(f"name = 'mine'\nbase = 'mxfp8'\n{rules}")).rules) == len(KEEP) + 1
+    assert len(get_recipe(write_recipe(f"name = 'mine'\nkeep_heads = false\n{rules}")).rules) == 1
+    assert len(get_recipe(write_recipe(f"name = 'mine'\n{rules}")).rules) == len(KEEP) + 1
+    assert len(get_recipe(write_recipe(f"name = 'mine'\nbase = 'mxfp8'\n{rules}")).rules) == len(KEEP) + 1
 
 
-def test_a_file_trains_like_the_recipe_it_says(written):
+def test_a_file_trains_like_the_recipe_it_spells_out(write_recipe):
     text = """
     name = "mine"
     compute = "bf16"
@@ -125,7 +125,7 @@ def test_a_file_trains_like_the_recipe_it_says(written):
     grad_output = {format = "e5m2", tile = "tensor", scale = "current"}
     """
     found = []
-    for name in (written(text), "fp8-current", "bf16-mixed"):
+    for name in (write_recipe(text), "fp8-current", "bf16-mixed"):
         parts = prepared(name)
         found.append((train(*parts), dict(parts[0].state_dict())))
     assert_same(found[0], found[1])
@@ -141,8 +141,8 @@ number = 3
 """
 
 
-def test_python_modules_and_files(written, tmp_path, monkeypatch):
-    file = written(PYTHON, "my_recipes_module.py")
+def test_recipes_from_python_modules_and_files(write_recipe, tmp_path, monkeypatch):
+    file = write_recipe(PYTHON, "my_recipes_module.py")
     assert get_recipe(f"{file}:mine") == replace(get_recipe("fp8-current"), name="mine")
     monkeypatch.chdir(tmp_path)
     assert get_recipe("my_recipes_module:mine").name == "mine"
@@ -154,13 +154,13 @@ def test_python_modules_and_files(written, tmp_path, monkeypatch):
         ("my_recipes_module:other", r"other is called 'not/a name'; expected letters, digits"),
         ("no_such_module:mine", r"no_such_module: cannot be imported \(ModuleNotFoundError"),
         ("no_such_file.py:mine", r"no_such_file.py: cannot be imported \(FileNotFoundError"),
-        (written("1 / 0", "broken.py") + ":x", r"broken.py: cannot be imported \(ZeroDivisionError"),
+        (write_recipe("1 / 0", "broken.py") + ":x", r"broken.py: cannot be imported \(ZeroDivisionError"),
     ):
         with pytest.raises(RecipeError, match=words):
             get_recipe(name)
 
 
-def test_clamps_and_estimators_are_tables_of_an_operand(written):
+def test_clamps_and_estimators_are_tables_in_an_operand(write_recipe):
     text = """
         name = "mine"
         [[rules]]
@@ -169,12 +169,12 @@ def test_clamps_and_estimators_are_tables_of_an_operand(written):
         weight = {format = "mxfp4", estimator = {k = 3, cap = "none"}}
         grad_output = {format = "fp4", tile = "row", scale = "current", clamp = {tile = "row", compensation = false}}
     """
-    spec = get_recipe(written(text)).rules[-1].linear
+    spec = get_recipe(write_recipe(text)).rules[-1].linear
     assert spec.output.lhs.clamp == spec.grad_weight.rhs.clamp == Clamp(0.97)
     assert spec.output.rhs.estimator == Estimator(3.0, None)
     assert spec.grad_input.lhs.clamp == Clamp(tile="row", compensation=False)
     assert spec.output.lhs.rounding == "nearest_up"
-    usual = get_recipe(written(text.replace("{quantile = 0.97}", "{}").replace('{k = 3, cap = "none"}', "{}")))
+    usual = get_recipe(write_recipe(text.replace("{quantile = 0.97}", "{}").replace('{k = 3, cap = "none"}', "{}")))
     assert usual.rules[-1].linear.output.lhs.clamp == Clamp()
     assert usual.rules[-1].linear.output.rhs.estimator == Estimator()
 
@@ -266,29 +266,29 @@ RULE = 'name = "mine"\n[[rules]]\npath = "a"\n[[rules]]\npath = "*"\n'
         ),
     ],
 )
-def test_a_mistake_is_named_with_its_line(written, text, line, words):
-    path = written(text)
+def test_mistakes_raise_with_the_line_number(write_recipe, text, line, words):
+    path = write_recipe(text)
     with pytest.raises(RecipeError) as caught:
         get_recipe(path)
     assert f"{path}, line {line}: " in str(caught.value)
     assert words in str(caught.value)
 
 
-def test_files_that_are_none(written, tmp_path):
+def test_unreadable_files_and_reserved_names_raise(write_recipe, tmp_path):
     with pytest.raises(RecipeError, match=r"my.toml is not TOML: .*line 2"):
-        get_recipe(written('name = "mine"\nweights = \nmaster = "fp32"'))
+        get_recipe(write_recipe('name = "mine"\nweights = \nmaster = "fp32"'))
     with pytest.raises(RecipeError, match=r"missing.toml cannot be read \(.*expected a recipe's TOML file"):
         get_recipe(str(tmp_path / "missing.toml"))
     with pytest.raises(RecipeError, match=r"'mxfp8' is a recipe that comes with halfstep; give yours another name"):
-        get_recipe(written('name = "mxfp8"'))
+        get_recipe(write_recipe('name = "mxfp8"'))
     with pytest.raises(RecipeError, match=r"'O2' is a recipe that comes with halfstep"):
-        get_recipe(written('name = "O2"'))
+        get_recipe(write_recipe('name = "O2"'))
     for base in ('base = "other.toml"', '[[stages]]\nstart = 0.5\nrecipe = "module:other"'):
         with pytest.raises(RecipeError, match=r"base and stages are recipes that come with halfstep"):
-            get_recipe(written(f'name = "mine"\n{base}'))
+            get_recipe(write_recipe(f'name = "mine"\n{base}'))
 
 
-def test_text_in_another_encoding(tmp_path):
+def test_utf_8_with_a_byte_order_mark_is_read_and_utf_16_raises(tmp_path):
     path = tmp_path / "my.toml"
     path.write_bytes('name = "mine"'.encode("utf-8-sig"))
     assert get_recipe(str(path)).name == "mine"
@@ -297,7 +297,7 @@ def test_text_in_another_encoding(tmp_path):
         get_recipe(str(path))
 
 
-def test_what_is_no_name_of_a_recipe(tmp_path):
+def test_arguments_that_name_no_recipe_raise(tmp_path):
     for found in (3, None, ["bf16-mixed"], {"name": "mine"}, tmp_path / "my.toml"):
         with pytest.raises(RecipeError, match=r"found; expected a Recipe or text: a name, 'my.toml'"):
             get_recipe(found)
@@ -307,17 +307,17 @@ def test_what_is_no_name_of_a_recipe(tmp_path):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_is_data_and_back(name):
+def test_every_recipe_round_trips_as_data(name):
     assert from_data(json.loads(json.dumps(to_data(get_recipe(name)))), get_recipe) == get_recipe(name)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_is_a_file_and_back(written, name):
+def test_every_recipe_round_trips_as_toml(write_recipe, name):
     mine = replace(get_recipe(name), name="mine", aliases=(), float32_modules=("*.wo", 'a "quoted" one'))
-    assert get_recipe(written(to_toml(mine))) == mine
+    assert get_recipe(write_recipe(to_toml(mine))) == mine
 
 
-def test_made_up_formats_are_data_and_scalings_of_ones_own_are_not():
+def test_custom_formats_become_data_and_custom_scalings_raise():
     def made(quantizer):
         return Recipe("made", "", "", rules=(Rule("*", LinearSpec(output=Matmul(quantizer))),))
 
@@ -335,14 +335,14 @@ def test_made_up_formats_are_data_and_scalings_of_ones_own_are_not():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-def test_a_scale_rule_with_options_is_traced_as_it_is(written):
-    """The operator of a traced graph knows scale rules by name, beside which the margin stands."""
+def test_a_scale_rule_keeps_its_options_under_torch_compile(write_recipe):
+    """The operator of a traced graph identifies a scale rule by name, beside which its margin is passed."""
     text = "name = 'm'\ncompute = 'bf16'\n[[rules]]\npath = '*'\ninput = {format = 'mxfp8_e4m3', scale = 'rceil'%s}\n"
     found = []
     for margin in (", margin = 12", ""):
         torch._dynamo.reset()
         model = mlp()
-        halfstep.apply(model, get_recipe(written(text % margin)))
+        halfstep.apply(model, get_recipe(write_recipe(text % margin)))
         x = torch.randn(12, 8) * torch.logspace(-3, 3, 8)
         found.append(model(x))
         assert_same(torch.compile(model, backend="aot_eager", fullgraph=True)(x), found[-1])

@@ -23,7 +23,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize(("text", "said"), TEXTS.items())
-def test_the_text_is_the_recipe(text, said):
+def test_text_is_parsed_into_stages(text, said):
     begins, names = said
     recipe, recipes = get_recipe(text), [get_recipe(name) for name in names]
     assert recipe == chain(recipes[0], *map(Stage, recipes[1:], begins))
@@ -37,7 +37,7 @@ def test_the_text_is_the_recipe(text, said):
     assert from_data(to_data(recipe), get_recipe) == recipe
 
 
-def test_its_name_says_all_of_it():
+def test_the_name_of_a_staged_recipe_lists_its_stages():
     assert get_recipe("fp8-current until 90%, then bf16-mixed").name == "fp8-current-until-90pct-then-bf16-mixed"
     names = {get_recipe(text).name for text in TEXTS}
     assert names == {
@@ -55,20 +55,20 @@ def test_its_name_says_all_of_it():
      "a until -5% then b", "fp8-current until step 9.5 then fp32", "fp8-current then fp32 until 90%",
      "until 90% then fp32 until 95%"],
 )  # fmt: skip
-def test_another_form_is_refused(text):
+def test_malformed_stage_texts_raise(text):
     with pytest.raises(RecipeError, match=r"expected 'NAME until 90%, then NAME'|unknown recipe"):
         get_recipe(text)
 
 
 @pytest.mark.parametrize("start", [0, 1.0, 0.0, -1, 90.0, True, "0.9", None, float("nan")])
-def test_a_start_is_steps_or_a_fraction(start):
+def test_a_start_that_is_neither_steps_nor_a_fraction_raises(start):
     with pytest.raises(RecipeError, match=r"expected a number of steps \(an integer from 1 on\), or a fraction"):
         Stage(get_recipe("fp32"), start)
 
 
 @pytest.mark.parametrize("percent", [1, 7, 12.5, 28, 29, 57, 58, 90, 99.9])
 @pytest.mark.parametrize("total", [1000, 2000, 100_000])
-def test_a_percentage_is_of_the_whole_run(percent, total):
+def test_a_percentage_converts_to_steps_exactly(percent, total):
     stage = get_recipe(f"mxfp8 until {percent}% then fp32").stages[0]
     assert stage.steps(total) * 1000 == round(percent * 10) * total
     assert stage.when == f"{percent:g}%"
@@ -90,7 +90,7 @@ KEPT_OTHERWISE = {
 
 
 @pytest.mark.parametrize("field", ALIKE)
-def test_stages_keep_weights_alike(field):
+def test_stages_that_store_weights_differently_raise(field):
     first, second = map(get_recipe, KEPT_OTHERWISE[field])
     second = replace(second, **{other: getattr(first, other) for other in ALIKE if other != field})
     with pytest.raises(
@@ -99,7 +99,7 @@ def test_stages_keep_weights_alike(field):
         chain(first, Stage(second, 0.5))
 
 
-def test_a_refusal_shows_no_record_whole():
+def test_error_messages_of_stages_are_short():
     long = []
     for one, other in itertools.permutations(list_recipes(), 2):
         try:
@@ -110,19 +110,19 @@ def test_a_refusal_shows_no_record_whole():
     assert not long
 
 
-def test_what_the_passes_do_may_change():
+def test_stages_may_change_forward_and_backward_options():
     current = get_recipe("fp8-current")
     other = replace(current, compute="fp16", saved=COAT, float32_functions=("softmax",), smooth_glu="channel")
     assert chain(current, Stage(other, 0.5)).by_stage[1] == other
 
 
 @pytest.mark.parametrize("begins", [(0.5, 0.5), (0.9, 0.5), (10, 10), (10, 5), (10, 0.9, 5)])
-def test_stages_are_in_order(begins):
+def test_stages_out_of_order_raise(begins):
     with pytest.raises(RecipeError, match="expected each later than the one before it"):
         chain(get_recipe("mxfp8"), *(Stage(get_recipe("fp32"), start) for start in begins))
 
 
-def test_steps_and_fractions_mix_where_the_length_is_known():
+def test_steps_and_fractions_mix_when_the_run_length_is_known():
     stages = [Stage(get_recipe("fp32"), 10), Stage(get_recipe("mxfp8"), 0.5)]
     assert starts("x", stages, 40) == (10, 20)
     assert starts("x", stages, None) is None
@@ -130,7 +130,7 @@ def test_steps_and_fractions_mix_where_the_length_is_known():
         starts("x", stages, 10)
 
 
-def test_stages_have_none_themselves():
+def test_nested_stages_raise():
     two = get_recipe("mxfp8 until 50% then fp32")
     with pytest.raises(RecipeError, match="has stages itself; list them all in one recipe"):
         chain(get_recipe("fp32"), Stage(two, 0.5))
@@ -138,7 +138,7 @@ def test_stages_have_none_themselves():
         chain(two, Stage(get_recipe("fp32"), 0.9))
 
 
-def test_it_describes_every_stage():
+def test_describe_covers_every_stage():
     text = get_recipe("fp8-current until 90%, then bf16-mixed").describe()
     assert "from 90%     bf16-mixed: torch.autocast to bf16; no operand rounded" in text
     assert "bytes/param  weights 4 + grads 4 + master 0 + states 8 = 16 (and up to 2" in text
@@ -166,7 +166,7 @@ def test_a_file_lists_stages(tmp_path):
     assert get_recipe(str(path)).stages[0].recipe.compute == "fp16"
 
 
-def test_a_file_is_a_stage_too(tmp_path):
+def test_a_file_may_be_a_stage(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('name = "mine"\nbase = "bf16-mixed"\n')
     assert get_recipe(f"fp8-current until 50% then {path}").name == "fp8-current-until-50pct-then-mine"
@@ -187,7 +187,7 @@ def test_a_file_is_a_stage_too(tmp_path):
         ("[[stages]]", "[stages]", "line 4: stages = .* expected an array of tables"),
     ],
 )
-def test_a_mistake_in_a_file_is_found_in_its_line(tmp_path, old, new, message):
+def test_mistakes_in_stages_raise_with_the_line_number(tmp_path, old, new, message):
     path = tmp_path / "mine.toml"
     path.write_text(MINE.replace(old, new))
     with pytest.raises(RecipeError, match=message):

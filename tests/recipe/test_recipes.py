@@ -1,4 +1,4 @@
-"""What a recipe says about itself, and which recipes mean nothing."""
+"""Descriptions, bytes per parameter and validation of recipes."""
 
 import copy
 import pickle
@@ -88,7 +88,7 @@ def made(**fields):
     return Recipe("made", "a summary", "a source", **fields)
 
 
-def test_every_recipe_has_its_bytes_stated():
+def test_the_table_lists_every_recipe():
     assert set(ALL) == set(BYTES)
 
 
@@ -101,16 +101,16 @@ def test_bytes_per_parameter(name):
     assert get_recipe(name).bytes_per_parameter(()).states == 0
 
 
-def test_fp32_comes_first_and_the_smallest_last():
+def test_recipes_are_listed_from_fp32_down_to_the_smallest():
     totals = [get_recipe(name).bytes_per_parameter().total for name in list_recipes()]
     assert list_recipes()[0] == "fp32"
     assert totals[1:] == sorted(totals[1:], reverse=True)
 
 
 @every_recipe
-def test_a_recipe_describes_every_part(name):
+def test_describe_covers_every_part_of_a_recipe(name):
     recipe = get_recipe(name)
-    text = re.sub(r"\n {15}", " ", recipe.describe())  # what was wrapped, in one line
+    text = re.sub(r"\n {15}", " ", recipe.describe())  # wrapped lines joined
     for words in (name, recipe.source, "weights", "moments", "bytes/param", "= ", "loss scale"):
         assert words in text
     assert ("autocast to" in text) == (recipe.compute != "fp32")
@@ -119,7 +119,7 @@ def test_a_recipe_describes_every_part(name):
 
 
 @every_recipe
-def test_a_recipe_is_frozen_data_and_is_its_own_name(name):
+def test_recipes_are_frozen_picklable_and_accepted_by_get_recipe(name):
     recipe = get_recipe(name)
     assert get_recipe(recipe) is recipe
     assert pickle.loads(pickle.dumps(recipe)) == recipe
@@ -129,7 +129,7 @@ def test_a_recipe_is_frozen_data_and_is_its_own_name(name):
 
 
 @pytest.mark.parametrize("name", ["bf16-mixd", "x" * 300])
-def test_an_unknown_name_shows_what_there_is(name):
+def test_an_unknown_name_raises_and_lists_the_recipes(name):
     with pytest.raises(
         RecipeError,
         match=r"unknown recipe .*Known: O0, O1, O2, O3, adamw-8bit, bf16-6byte, bf16-7byte, bf16-accumulate",
@@ -158,7 +158,7 @@ def test_an_unknown_name_shows_what_there_is(name):
         ({"update_rounding": "upward", "weights": "bf16"}, QuantizationError, "unknown rounding 'upward'; nearest: up"),
     ],
 )
-def test_a_recipe_that_means_nothing_is_refused(fields, error, words):
+def test_invalid_recipes_raise(fields, error, words):
     with pytest.raises(error, match=words):
         made(**fields)
     with pytest.raises(error, match=words):
@@ -173,18 +173,18 @@ def test_a_recipe_that_means_nothing_is_refused(fields, error, words):
         ({"master": "mxfp8_e4m3"}, "codes master = float8_e4m3fn .* is how the weights are kept; leave it out"),
     ],
 )
-def test_codes_that_are_none_are_refused(fields, words):
+def test_invalid_codes_raise(fields, words):
     with pytest.raises(RecipeError, match=words):
         Codes(**{"weights": get_storage("mxfp8_e4m3")} | {role: get_storage(kind) for role, kind in fields.items()})
 
 
-def test_codes_with_a_residual_are_refused():
+def test_codes_with_a_residual_raise():
     with pytest.raises(RecipeError, match=r"codes weights = .* with a residual: expected codes"):
         Codes(get_storage("mxfp8_e4m3", residual=True))
 
 
 @pytest.mark.parametrize("fields", [{"rules": ()}, {"weights": "bf16"}])
-def test_codes_are_of_weights_that_rules_round(fields):
+def test_codes_without_rules_or_fp32_weights_raise(fields):
     with pytest.raises(
         RecipeError, match=r"codes = .* stores the weights that rules round, beside others in fp32; found"
     ):
@@ -192,7 +192,7 @@ def test_codes_are_of_weights_that_rules_round(fields):
 
 
 @pytest.mark.parametrize("name", ["fp8lm-o1", "fp8lm-o2", "fp8lm-o3"])
-def test_fp8lm_shows_what_is_stored_and_what_the_all_reduce_is(name):
+def test_fp8lm_describes_its_storage_and_its_all_reduce(name):
     text = re.sub(r"\n {15}", " ", get_recipe(name).describe())
     half, eight = (f"{format} (rceil, whole tensor)" for format in ("fp16", "float8_e4m3fn"))
     kept = f"{eight}; gradients {eight}, master {half}" if name == "fp8lm-o3" else f"{half}; gradients {eight}"
@@ -216,23 +216,23 @@ MEANT |= {"fp8": "fp8-current", "float8": "fp8-current", "fp4": "nvfp4", "float3
 
 
 @for_each("asked, meant", MEANT.items())
-def test_a_format_that_is_given_as_a_recipe_suggests_the_recipe_that_people_mean(asked, meant):
+def test_a_format_name_given_as_a_recipe_suggests_a_recipe(asked, meant):
     with pytest.raises(RecipeError, match=f"unknown recipe '{asked}'; nearest: {meant}[,.]"):
         get_recipe(asked)
     assert meant in list_recipes()
 
 
-def numbers_of(record, found):
-    """Every record with a number that a recipe is made of, by class and field."""
+def numeric_fields(record, found):
+    """The records within a recipe that have a numeric field, by class and field."""
     if isinstance(record, tuple):
         for part in record:
-            numbers_of(part, found)
+            numeric_fields(part, found)
     elif is_dataclass(record) and not isinstance(record, (Format, type)):
         for field in fields(record):
             value = getattr(record, field.name)
             if type(value) in (int, float) or (value is None and re.search("int|float", str(field.type))):
                 found.setdefault((type(record).__name__, field.name), record)
-            numbers_of(value, found)
+            numeric_fields(value, found)
     return found
 
 
@@ -242,11 +242,11 @@ WITH_NUMBERS = (
     Recipe("scaled", "", "", loss_scale=LossScale()),
     Recipe("multiplied", "", "", rules=(Rule("*", LinearSpec(MULTIPLIED, MULTIPLIED, MULTIPLIED)),)),
 )
-NUMBERS = numbers_of(WITH_NUMBERS, {})
+NUMBERS = numeric_fields(WITH_NUMBERS, {})
 
 
 @for_each("number", [float("nan"), float("inf"), float("-inf"), 1e300, -1e300])
-def test_no_number_of_a_recipe_is_one_that_means_nothing(number):
+def test_nan_infinite_and_huge_numbers_raise_in_every_numeric_field(number):
     assert {("LossScale", "init"), ("Delayed", "margin"), ("Storage", "smallest"), ("Multiplier", "rows")} <= set(
         NUMBERS
     )
@@ -259,7 +259,7 @@ def test_no_number_of_a_recipe_is_one_that_means_nothing(number):
     "wrong",
     [{"init": 0}, {"init": -1.0}, {"init": True}, {"growth_interval": 0}, {"growth_interval": 1.5}, {"hysteresis": 0}],
 )
-def test_a_loss_scale_that_scales_nothing_is_refused(wrong):
+def test_invalid_loss_scales_raise(wrong):
     (name,) = wrong
     with pytest.raises(RecipeError, match=f"loss_scale {name} = {next(iter(wrong.values()))}; expected a"):
         LossScale(**wrong)
@@ -268,8 +268,8 @@ def test_a_loss_scale_that_scales_nothing_is_refused(wrong):
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda spec: pickle.loads(pickle.dumps(spec))], ids=["copy", "pickle"]
 )
-def test_what_a_process_knows_of_a_spec_stays_in_it(copied):
-    """Launches of a GPU's kernels are among it, which no pickle takes; `torch.save(model)` pickles the spec."""
+def test_copies_of_a_spec_do_not_copy_its_cache(copied):
+    """The cache holds launches of GPU kernels, which no pickle takes; `torch.save(model)` pickles the spec."""
     spec = next(rule.linear for rule in get_recipe("fp8-current").rules if rule.linear.rounds)
     spec = replace(spec)
     spec.known["sizes"] = lambda: None
@@ -280,7 +280,7 @@ def test_what_a_process_knows_of_a_spec_stays_in_it(copied):
     assert spec.known
 
 
-def test_each_of_two_equal_quantizers_is_asked_before_a_graph_is_traced():
+def test_linear_spec_computes_cached_properties_of_equal_quantizers():
     """Dynamo cannot trace a cached property that takes its lock (Python 3.11), and equal quantizers are two objects."""
     one, other = get_quantizer("mxfp8_e4m3"), get_quantizer("mxfp8_e4m3")
     assert one == other
