@@ -243,10 +243,7 @@ class _Patchable:
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is None:
             return self._adopted
-        own: Any = object.__getattribute__(module, "__dict__").get(
-            "forward"
-        )  # torch 2.11 traces `__dict__` without end
-        around = self._around
+        own, around = module.__dict__.get("forward"), self._around
         if own is None:
             return getattr(module, _FORWARD)  # an ordinary bound method, which Dynamo can rebuild
 
