@@ -1,4 +1,4 @@
-"""Accelerate on two ranks with gradients in FP8: the model that it wraps in DDP is compressed as one's own is."""
+"""Accelerate on two ranks with gradients in FP8: the model that it wraps in DDP is compressed like any DDP model."""
 
 import os
 
@@ -30,8 +30,8 @@ def trained(model, ddp, backward, optimizer, update, rank):
     return {name: p.detach().clone() for name, p in model.named_parameters()}, state.exchange.sent
 
 
-def both(rank):
-    """By Accelerate, and by DDP alone."""
+def train_by_both(rank):
+    """Results with Accelerate, and with DDP alone."""
     from accelerate import Accelerator
 
     from halfstep.integrations.accelerate import prepare
@@ -52,8 +52,8 @@ def both(rank):
     return found, trained(model, ddp, lambda loss: loss.backward(), optimizer, scaler.update, rank)
 
 
-def test_accelerates_model_sends_gradients_in_few_bits(tmp_path):
-    (first, own), (second, _) = on_ranks(both, tmp_path)
+def test_accelerates_model_trains_like_ddp_with_fp8_gradients(tmp_path):
+    (first, own), (second, _) = on_ranks(train_by_both, tmp_path)
     assert_same(first, second)
     assert_same(first, own)
     assert first[1] > 0

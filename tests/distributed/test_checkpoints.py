@@ -1,4 +1,4 @@
-"""A run that goes on from distributed checkpoints on other numbers of ranks has the bits of one process's run."""
+"""A run resumed from distributed checkpoints on other numbers of ranks equals one process's run bit for bit."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ UNFIT = {
 }
 NAMES = [name for name in EVERY if name not in OUTCOMES["FSDP2"] and name not in UNFIT]
 WORLDS = 2, 1, 3, 2
-"""Ranks of one run, two steps on each; no weight of the model has a number of rows that three divides."""
+"""World sizes of one run, two steps on each; three divides the rows of no weight of the model."""
 
 
 def model_of(name):
@@ -31,7 +31,7 @@ def model_of(name):
 
 
 def built(name, world, seed=5):
-    """A prepared model, sharded where there are ranks."""
+    """A prepared model, sharded if world is not 0."""
     from torch.distributed.fsdp import fully_shard
 
     model = model_of(name)
@@ -44,8 +44,8 @@ def built(name, world, seed=5):
     return model, *halfstep.optimize(model, optimizer, generator=seed)
 
 
-def steps(trained, first, last):
-    """All ranks see the same rows, and the gradients of a step are set."""
+def train_steps(trained, first, last):
+    """All ranks see the same rows, and each step's gradients are set."""
     from torch.distributed.tensor import distribute_tensor
 
     model, optimizer, scaler = trained
@@ -56,7 +56,7 @@ def steps(trained, first, last):
         for p in model.parameters():
             grad = torch.randn(p.shape, generator=generator) * scaler.get_scale()
             if step == 3 and p.dim() == 1 and scaler.is_enabled():
-                grad[-1] = torch.inf  # on the last rank, where there are several
+                grad[-1] = torch.inf  # on the last rank
             grad = grad.to(p.grad.dtype)
             p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if hasattr(p, "device_mesh") else grad
         scaler.step(optimizer)
@@ -64,10 +64,10 @@ def steps(trained, first, last):
         optimizer.zero_grad()
 
 
-def whole(value):
-    """A state in which nothing is spread over ranks: gloo gathers neither 8-bit nor unsigned numbers."""
+def unsharded(value):
+    """A state without sharded tensors: gloo gathers neither 8-bit nor unsigned tensors."""
     if isinstance(value, dict):
-        return {key: whole(each) for key, each in value.items()}
+        return {key: unsharded(each) for key, each in value.items()}
     if not hasattr(value, "full_tensor"):
         return value
     parts = [None] * dist.get_world_size()
@@ -83,7 +83,7 @@ def states(model, optimizer):
 
 
 def subclasses(value):
-    """The classes of tensors, but torch's own, that a state is stored in, by its parts on this rank."""
+    """The tensor subclasses, other than torch's, among the local parts of a state."""
     if isinstance(value, dict):
         return set().union(*map(subclasses, value.values()))
     local = value.to_local() if hasattr(value, "to_local") else value
@@ -91,27 +91,27 @@ def subclasses(value):
 
 
 def leg(name, world, first, folder):
-    """Two steps after those that were saved before, and all that a run has then."""
+    """Two steps after those saved before, and the complete state after them."""
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
-    trained = model, optimizer, scaler = built(name, world, 5 + first)  # whose seed, from then on, is the checkpoint's
+    trained = model, optimizer, scaler = built(name, world, 5 + first)  # the loaded seed replaces this one
     if first:
         saved = states(model, optimizer) | {"scaler": scaler}
         checkpoint.load(saved, checkpoint_id=f"{folder}/{name}-{first}")
         set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
-    steps(trained, first, first + 2)
+    train_steps(trained, first, first + 2)
     now = states(model, optimizer)
     assert not subclasses(now | {"scaler": scaler.state_dict()})
     if world:
         checkpoint.save(now | {"scaler": scaler}, checkpoint_id=f"{folder}/{name}-{first + 2}")
-    return whole(now | {"scaler": scaler.state_dict()})
+    return unsharded(now | {"scaler": scaler.state_dict()})
 
 
 def legs(rank, folder, first):
     return {name: leg(name, dist.get_world_size(), int(first), folder) for name in NAMES}
 
 
-def refused(rank):
+def error_of_fishman(rank):
     try:
         built("fp8-fishman", dist.get_world_size())
     except halfstep.HalfstepError as error:
@@ -126,11 +126,12 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run_goes_on_from_other_numbers_of_ranks_bit_for_bit(runs, name):
-    """Weights, masters, moments, the loss scale and skipped steps, scaling states, and the seeds of noise."""
+def test_a_run_resumed_on_other_numbers_of_ranks_equals_one_process(runs, name):
+    """Weights, masters, moments, the loss scale and skipped steps, scaling states, and the seeds of stochastic
+    rounding."""
     trained = built(name, 0)
     for number, ranks in enumerate(runs):
-        steps(trained, 2 * number, 2 * number + 2)
+        train_steps(trained, 2 * number, 2 * number + 2)
         expected = states(*trained[:2]) | {"scaler": trained[2].state_dict()}
         for rank in ranks:
             assert_same(rank[name], expected)
@@ -138,6 +139,6 @@ def test_a_run_goes_on_from_other_numbers_of_ranks_bit_for_bit(runs, name):
     assert all(moved)
 
 
-def test_a_moment_with_one_factor_is_refused(tmp_path):
-    for said in on_ranks(refused, tmp_path):
+def test_sharding_a_moment_with_one_scale_raises(tmp_path):
+    for said in on_ranks(error_of_fishman, tmp_path):
         assert "float8_e4m3 (current, whole tensor), which needs the whole tensor, and no rank has it" in said

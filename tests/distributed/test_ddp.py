@@ -1,4 +1,4 @@
-"""DDP's buckets in few bits, on two processes: against what was rounded by hand, and where ranks go wrong."""
+"""DDP's buckets in few bits, on two processes: against explicit rounding, and errors."""
 
 import copy
 import os
@@ -50,7 +50,7 @@ def grads(model):
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-def said(work):
+def error_of(work):
     try:
         return work() or ""
     except halfstep.HalfstepError as error:
@@ -58,7 +58,7 @@ def said(work):
 
 
 def one_bucket(rank):
-    """What two ranks' gradients were, and what a hook made of them."""
+    """Two ranks' gradients before and after the hook."""
     found = {}
     for kind, dtype in (("float", torch.float32), ("bf16", torch.bfloat16), ("half", torch.float16)):
         model = model_of().to(dtype)
@@ -77,7 +77,7 @@ def one_bucket(rank):
 
 
 def ways(rank):
-    """Gradients after some steps, by how DDP is used."""
+    """Weights after some steps, by options of DDP."""
     found = {}
     for way, options in (
         ("plain", {}),
@@ -132,11 +132,11 @@ def joined_by_active_ranks(rank):
             for step in range(2 + rank):
                 ddp(rows(step, rank)).square().mean().backward()
 
-    return said(work)
+    return error_of(work)
 
 
 def overflowing(rank):
-    """Whether a step is skipped on both ranks where one's loss is infinite; and the loss scale."""
+    """Whether both ranks skip a step in which one's loss is infinite; and the loss scale."""
     model = model_of()
     model, optimizer, scaler = halfstep.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16-mixed")
     ddp = DistributedDataParallel(model)
@@ -150,7 +150,7 @@ def overflowing(rank):
 
 
 def trained_with_feedback(rank, name, saved=None, until=6):
-    """Weights, and what is saved, after steps with 4-bit gradients, from the start or from a state."""
+    """Weights, and the saved state, after steps with 4-bit gradients, from the start or from a state."""
     model = model_of()
     recipe = get_recipe(name)
     if saved is not None:
@@ -191,7 +191,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["float", "bf16", "half"])
-def test_a_bucket_is_the_mean_rounded_twice(ranks, kind):
+def test_a_buckets_mean_is_rounded_twice(ranks, kind):
     (first, after, sent), (second, same, _) = (rank["one_bucket"][kind] for rank in ranks)
     quantizer = FP8.gradients.quantizer
 
@@ -202,21 +202,21 @@ def test_a_bucket_is_the_mean_rounded_twice(ranks, kind):
         assert torch.equal(mean, rounded((rounded(one) + rounded(other)) / 2).to(mean.dtype))
     assert_same(after, same)
     share = -(-(2 * 2560 + 2 * 128) // 256) * 128
-    assert sent == 2 * (-(-(share + share // 128) // 8) * 8)  # what begins at a multiple of 8 bytes
+    assert sent == 2 * (-(-(share + share // 128) // 8) * 8)  # parts start at multiples of 8 bytes
 
 
-def test_ways_of_ddp_agree_over_ranks_and_with_each_other(ranks):
-    assert_same(ranks[0]["ways"]["plain"], ranks[0]["ways"]["small buckets"])  # whatever lies in a bucket
+def test_options_of_ddp_agree_over_ranks_and_with_stock(ranks):
+    assert_same(ranks[0]["ways"]["plain"], ranks[0]["ways"]["small buckets"])  # buckets do not change the result
     for way, first in ranks[0]["ways"].items():
         assert_same(first, ranks[1]["ways"][way])
-        expected = stock_of(2)
+        expected = stock_weights(2)
         for name, value in expected.items():
             moved = (value - dict(model_of().named_parameters())[name]).norm()
             assert 0 < (first[name] - value).norm() < 0.05 * moved, (way, name)
 
 
-def stock_of(micro_batches):
-    """Stock fp32 in one process, from both ranks' rows."""
+def stock_weights(micro_batches):
+    """Stock fp32 in one process, on both ranks' rows."""
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(20):
@@ -228,7 +228,7 @@ def stock_of(micro_batches):
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def test_a_layer_that_one_rank_used_has_half_its_gradient_and_an_unused_one_none(ranks):
+def test_unused_layers_count_as_zeros_or_have_no_gradient(ranks):
     torch.manual_seed(0)
     model = Branches()
     (sum(model(rows(0, rank), second=rank == 0).square().mean() for rank in (0, 1)) / 2).backward()
@@ -240,7 +240,7 @@ def test_a_layer_that_one_rank_used_has_half_its_gradient_and_an_unused_one_none
     assert_same(ranks[0]["unused"], ranks[1]["unused"])
 
 
-def test_ranks_that_ran_out_of_batches_send_zeros(ranks):
+def test_joined_ranks_send_zeros(ranks):
     assert_same(ranks[0]["joined"], ranks[1]["joined"])
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -254,7 +254,7 @@ def test_ranks_that_ran_out_of_batches_send_zeros(ranks):
         assert (ranks[0]["joined"][name] - value).norm() < 0.05 * moved
 
 
-def test_a_mean_over_the_ranks_that_are_left_is_refused(ranks):
+def test_join_that_divides_by_active_ranks_raises(ranks):
     for rank in ranks:
         assert "divide_by_initial_world_size" in rank["joined_by_active_ranks"]
 
@@ -267,7 +267,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(ranks):
 
 
 @pytest.mark.parametrize("name", ["bf16-mixed", "fp16-mixed"])
-def test_what_error_feedback_keeps_is_saved_with_the_scaler(ranks, name):
+def test_error_feedback_is_saved_in_the_scalers_state(ranks, name):
     for number, rank in enumerate(ranks):
         whole, after = rank["resumed"][name]
         assert_same(whole["model"], after["model"])
@@ -280,7 +280,7 @@ def test_what_error_feedback_keeps_is_saved_with_the_scaler(ranks, name):
 @pytest.mark.parametrize(
     ("how", "recipe"), [("ddp", "fp16-mixed"), ("own", "bf16-megatron"), ("fsdp", "fp8-block"), ("tp", "fp8-rowwise")]
 )
-def test_the_example_trains_under_torchrun(how, recipe):
+def test_the_ranks_example_trains_under_torchrun(how, recipe):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

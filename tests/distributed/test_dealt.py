@@ -1,4 +1,4 @@
-"""Whole tensors dealt to ranks: the same weights as where every rank has all states, and a share of their bytes."""
+"""Dealt: whole tensors distributed over ranks give the weights of replicated states, for a share of their bytes."""
 
 import pytest
 import torch
@@ -87,45 +87,46 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("sent", range(len(SENT)))
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_are_those_of_ranks_that_keep_everything(ranks, name, sent):
+def test_weights_equal_those_under_replicated_states(ranks, name, sent):
     dealt = [rank[name, sent][0] for rank in ranks]
     for each in dealt[1:]:
         assert_same(each[0], dealt[0][0])
-    if name != "bf16-stochastic":  # whose noise follows a parameter's number in its optimizer
+    if name != "bf16-stochastic":  # its noise depends on the parameter's index in the optimizer
         assert_same(dealt[0][0], ranks[0][name, sent][1][0])
     assert [each[2] for each in dealt] == [0, 0, 0], "no gradient is left"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_states_are_shared_out(ranks, name):
-    """Largest first: of 6144, 3072 and 2048 numbers, and biases, no rank has more than the largest and what fits."""
+def test_states_are_balanced_over_ranks(ranks, name):
+    """Largest first: of 6144, 3072 and 2048 elements, and biases, no rank has more than the largest and what fits."""
     whole = ranks[0][name, 0][1][1]
     parts = [rank[name, 0][0][1] for rank in ranks]
     assert sum(parts) == pytest.approx(whole, rel=0.02)  # scales of whole tensors aside
     assert max(parts) <= 0.6 * whole
 
 
-def test_weights_in_codes_cross_as_codes(ranks):
-    """One byte a number of fp8lm-o3, where float32 has four: to each of two others, as the longest share is long."""
+def test_weights_stored_as_codes_are_sent_as_codes(ranks):
+    """One byte per element of fp8lm-o3, where float32 sends four: to each of two others, padded to the longest
+    share."""
     sent = {name: [rank[name, 0][0][3] for rank in ranks] for name in ("fp32", "fp8lm-o3")}
     for few, many in zip(sent["fp8lm-o3"], sent["fp32"], strict=True):
         assert few < 0.3 * many
 
 
 @pytest.mark.parametrize("case", CLIPPED)
-def test_norms_and_overflows_are_those_of_the_whole_model(ranks, case):
+def test_norms_and_overflows_cover_the_whole_model(ranks, case):
     for rank in ranks:
         dealt, whole = rank[case]
         assert_same(dealt[0], whole[0])
 
 
-def test_optimizers_of_other_tensors_are_refused(ranks):
+def test_attaching_an_optimizer_of_other_tensors_raises(ranks):
     for rank in ranks:
         assert "a SGD was given; expected the optimizer that halfstep.prepare gives back" in rank["stock"]
         assert "steps 4 parameters, of which" in rank["all"]
         assert "build it on dealt.parameters" in rank["all"]
 
 
-def test_fewer_tensors_than_ranks_are_told(ranks):
+def test_fewer_tensors_than_ranks_raises(ranks):
     assert [bool(rank["few"]) for rank in ranks] == [False, True, True]
     assert "1 parameters for 3 ranks: rank 1 gets none" in ranks[1]["few"]

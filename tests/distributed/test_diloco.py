@@ -1,4 +1,5 @@
-"""examples/diloco.py: ranks that train by themselves for a while go on from the same model, and send what is said."""
+"""examples/diloco.py: ranks that train independently for some steps agree after each round, and send the stated
+bytes."""
 
 import importlib
 import math
@@ -27,12 +28,12 @@ def everything(rank):
     return {way: diloco.train(way, 0, corpus, ROUNDS) for way in (*SENT, "every step")}
 
 
-def test_outer_gradients_cross_in_few_bits(tmp_path):
+def test_outer_gradients_are_sent_in_few_bits(tmp_path):
     ranks = on_ranks(everything, tmp_path)
     for way in SENT:
         (loss, sent), (same, _) = (rank[way] for rank in ranks)
-        assert loss == same  # ranks have one model then
-        assert loss < math.log(256) - 0.5  # of a byte that nothing is known of
+        assert loss == same  # both ranks have the same model
+        assert loss < math.log(256) - 0.5  # below the loss of uniform guesses over bytes
         assert sent == pytest.approx(ROUNDS * example().SENT[way].gradients.bytes, rel=0.01)
     assert len({ranks[0][way][0] for way in SENT}) == len(SENT)
     assert ranks[0]["every step"][1] == pytest.approx(4 * ROUNDS * 10, rel=0.01)

@@ -30,13 +30,13 @@ TABLE = Marked(
 
 
 class Spread(torch.Tensor):
-    """What stands for a weight of 256 rows that lie on two ranks."""
+    """A stand-in for a weight of 256 rows sharded over two ranks."""
 
     placements, device_mesh = (Shard(0),), torch.zeros(2)
 
 
 def refuses_adam(recipe):
-    """Whether no rank can keep its part of Adam's moments as the recipe says."""
+    """Whether sharded moments of Adam raise under the recipe."""
     try:
         for name in ("exp_avg", "exp_avg_sq"):
             kind_of(recipe, name, (256, 256), torch.zeros(256, 256).as_subclass(Spread))
@@ -46,7 +46,7 @@ def refuses_adam(recipe):
 
 
 def render():
-    """A line for all recipes that are alike."""
+    """The table, one line for all recipes that are alike."""
     refused = json.loads((ROOT / "tests" / "uses" / "outcomes.json").read_text())["FSDP2"]
     rows, left_out, without_adam = defaultdict(list), [], []
     for name in list_recipes():
@@ -68,7 +68,7 @@ def render():
     return "\n".join(lines) + "\n"
 
 
-def test_the_table_of_sharded_recipes_is_what_recipes_say():
+def test_the_table_of_sharded_recipes_is_up_to_date():
     assert TABLE.read() == render()
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = "bf16-stochastic", "fp16-mixed", "fp8-delayed"
 KILLED = 6
-"""The step in which a rank is killed, between two checkpoints; one rank a recipe, in turn."""
+"""The step in which a rank is killed, between two checkpoints; another rank for each recipe."""
 RUN = """
 import os, signal, sys, torch, torch.distributed as dist
 from pathlib import Path
@@ -50,7 +50,7 @@ def run(folder, how, ranks=2):
     return int((folder / "restarts").read_text()), found
 
 
-def test_a_run_whose_ranks_are_killed_ends_as_one_that_nothing_disturbed(tmp_path):
+def test_a_run_whose_ranks_are_killed_ends_as_an_undisturbed_one(tmp_path):
     none, expected = run(tmp_path / "undisturbed", "whole")
     restarts, found = run(tmp_path / "disturbed", "killed")
     assert none == 0
@@ -59,4 +59,4 @@ def test_a_run_whose_ranks_are_killed_ends_as_one_that_nothing_disturbed(tmp_pat
         assert_same(found[name], expected[name])
     step, _, _, scaler = found["fp16-mixed"]
     assert step == 10
-    assert scaler["scale"] == 2.0**14  # of two steps that were skipped, one on each side of a checkpoint
+    assert scaler["scale"] == 2.0**14  # after two skipped steps, one on each side of a checkpoint

@@ -1,4 +1,4 @@
-"""Ranks that go wrong, or do something else: all others say so, and which rank it was, and none waits for ever."""
+"""Faulty or differing ranks: every other rank's error names the rank, and none waits forever."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def prepared(recipe, seed=0):
     return halfstep.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), recipe)
 
 
-def said(work):
+def error_of(work):
     try:
         return work() or ""
     except halfstep.HalfstepError as error:
@@ -69,58 +69,58 @@ def killed(rank, kind):
             optimizer.step()
             optimizer.zero_grad()
 
-    return said(work)
+    return error_of(work)
 
 
 def others(rank):
-    """What each rank says where they differ in one thing."""
+    """Each rank's error when ranks differ in one thing."""
     found = {}
     recipe = IN_FP8 if rank else replace(IN_FP8, compute="fp16")
     ddp = DistributedDataParallel(prepared(recipe)[0])
-    found["recipe"] = said(lambda: compress(ddp) and None)
+    found["recipe"] = error_of(lambda: compress(ddp) and None)
     ddp = DistributedDataParallel(prepared(IN_FP8)[0])
-    found["communication"] = said(lambda: compress(ddp, FP4 if rank else FP8) and None)
+    found["communication"] = error_of(lambda: compress(ddp, FP4 if rank else FP8) and None)
     model = prepared("bf16-mixed", seed=rank)[0]  # no DDP, which would have copied rank 0's weights
     backward(model)
-    found["weights"] = said(lambda: reduce_gradients(model))
+    found["weights"] = error_of(lambda: reduce_gradients(model))
     ddp = DistributedDataParallel(prepared(IN_FP8)[0])
-    found["absent"] = said(lambda: compress(ddp, limit=SHORT) and None) if rank else ""
+    found["absent"] = error_of(lambda: compress(ddp, limit=SHORT) and None) if rank else ""
     dist.barrier()
     return found
 
 
 def forgotten(rank):
-    """What is said where a recipe says how gradients cross and they did not."""
+    """Errors when gradients were not sent as the recipe states."""
     found = {}
     model, optimizer, scaler = prepared(IN_FP8)
     ddp = DistributedDataParallel(model)
     backward(ddp)
     before = model[0].weight.clone()
-    found["ddp alone"] = said(lambda: scaler.step(optimizer))
+    found["ddp alone"] = error_of(lambda: scaler.step(optimizer))
     found["moved"] = not torch.equal(before, model[0].weight)
     compress(ddp)
     backward(ddp)
-    found["compressed"] = said(lambda: scaler.step(optimizer))
+    found["compressed"] = error_of(lambda: scaler.step(optimizer))
     with ddp.no_sync():
         backward(ddp)
-    found["accumulated alone"] = said(lambda: scaler.step(optimizer))
+    found["accumulated alone"] = error_of(lambda: scaler.step(optimizer))
     model, optimizer, scaler = prepared("bf16-megatron")
-    found["under ddp"] = said(lambda: backward(DistributedDataParallel(model)))
+    found["under ddp"] = error_of(lambda: backward(DistributedDataParallel(model)))
     backward(model)
-    found["not reduced"] = said(lambda: scaler.step(optimizer))
+    found["not reduced"] = error_of(lambda: scaler.step(optimizer))
     reduce_gradients(model)
-    found["reduced"] = said(lambda: scaler.step(optimizer))
+    found["reduced"] = error_of(lambda: scaler.step(optimizer))
     found["dtypes"] = str(model[0].weight.dtype), str(model[0].weight.grad.dtype)
-    found["no ddp"] = said(lambda: compress(model) and None)
-    found["no communication"] = said(lambda: compress(DistributedDataParallel(prepared("bf16-mixed")[0])) and None)
+    found["no ddp"] = error_of(lambda: compress(model) and None)
+    found["no communication"] = error_of(lambda: compress(DistributedDataParallel(prepared("bf16-mixed")[0])) and None)
     scaled = DistributedDataParallel(prepared("fp16-mixed")[0])
-    found["no scaler"] = said(lambda: compress(scaled, FP4) and None)
-    found["hook twice"] = said(lambda: compress(ddp) and None)
+    found["no scaler"] = error_of(lambda: compress(scaled, FP4) and None)
+    found["hook twice"] = error_of(lambda: compress(ddp) and None)
     return found
 
 
 def differing(rank):
-    """Gradients of a model of which each rank uses another part, and of one with a sparse gradient."""
+    """Gradients of a model of which each rank uses another part, and the error for a sparse gradient."""
     model = nn.ModuleDict({"both": nn.Linear(4, 4), "first": nn.Linear(4, 4), "none": nn.Linear(4, 4)})
     for p in model.parameters():
         nn.init.ones_(p)
@@ -131,7 +131,7 @@ def differing(rank):
     nn.init.ones_(sparse.weight)
     sparse(torch.tensor([1])).sum().backward()
     grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-    return grads, said(lambda: reduce_gradients(sparse))
+    return grads, error_of(lambda: reduce_gradients(sparse))
 
 
 def by_hand(rank):
@@ -142,19 +142,19 @@ def by_hand(rank):
     ddp.register_comm_hook(state, fp8_hook)
     backward(ddp)
     times = state.times
-    state._under_way.append((iter(()), None, print))  # as a backward pass leaves it that raised
-    return times, said(lambda: backward(ddp))
+    state._under_way.append((iter(()), None, print))  # as left by a backward pass that raised
+    return times, error_of(lambda: backward(ddp))
 
 
 @pytest.mark.parametrize("kind", ["ddp", "own", "fsdp"])
-def test_a_rank_that_was_killed_is_named(kind, tmp_path):
+def test_errors_name_a_killed_rank(kind, tmp_path):
     found = on_ranks(killed, tmp_path, kind, world=3, killed=(1,))
     for rank in (0, 2):
         assert f"rank {rank} of 3: the all-" in found[rank]
         assert "rank 1 reported nothing since" in found[rank]
 
 
-def test_ranks_that_differ_are_named_at_once(tmp_path):
+def test_errors_name_ranks_that_differ(tmp_path):
     first, second = on_ranks(others, tmp_path)
     for said_by in (first, second):
         assert "rank 1 is going to send" in said_by["recipe"] or "rank 0 is going to send" in said_by["recipe"]
@@ -165,7 +165,7 @@ def test_ranks_that_differ_are_named_at_once(tmp_path):
     assert "in 0:00:02" in second["absent"]
 
 
-def test_gradients_that_did_not_cross_as_the_recipe_says_are_not_stepped_on(tmp_path):
+def test_stepping_on_gradients_not_sent_as_the_recipe_states_raises(tmp_path):
     for found in on_ranks(forgotten, tmp_path):
         assert "call halfstep.distributed.compress(ddp)" in found["ddp alone"]
         assert not found["moved"]
@@ -180,7 +180,7 @@ def test_gradients_that_did_not_cross_as_the_recipe_says_are_not_stepped_on(tmp_
         assert "has a communication hook already" in found["hook twice"]
 
 
-def test_a_gradient_that_some_ranks_lack_counts_as_zeros_there(tmp_path):
+def test_gradients_missing_on_some_ranks_count_as_zeros(tmp_path):
     (first, said_by), (second, _) = on_ranks(differing, tmp_path)
     assert first["none.weight"] is second["none.weight"] is None
     assert torch.equal(first["first.weight"], second["first.weight"])
@@ -189,14 +189,14 @@ def test_a_gradient_that_some_ranks_lack_counts_as_zeros_there(tmp_path):
     assert "sparse" in said_by
 
 
-def test_the_hook_without_compress(tmp_path):
+def test_the_hook_works_without_compress_and_reports_a_stopped_backward(tmp_path):
     for times, said_by in on_ranks(by_hand, tmp_path):
         assert times == 1
         assert "stopped between two buckets" in said_by
 
 
 def silent(rank):
-    """A rank that does something else for longer than the group waits."""
+    """A rank that does something else for longer than the group's timeout."""
     group = dist.new_group(timeout=timedelta(seconds=3))
     model, _, _ = prepared("bf16-mixed")
     backward(model)
@@ -205,10 +205,10 @@ def silent(rank):
         time.sleep(20)
         return ""
     backward(model)
-    return said(lambda: reduce_gradients(model, process_group=group))
+    return error_of(lambda: reduce_gradients(model, process_group=group))
 
 
-def test_a_rank_that_stays_away_is_named_within_the_groups_limit(tmp_path):
+def test_errors_name_a_silent_rank_after_the_groups_timeout(tmp_path):
     first, _ = on_ranks(silent, tmp_path)
     assert "rank 0 of 2: the all-gather of gradients failed" in first
     assert "rank 1 reported nothing since" in first

@@ -1,4 +1,4 @@
-"""FP8-LM's reduction on ranks in one process, against torch's own casts."""
+"""FP8-LM's reduction, with its ranks in one process, against torch's casts."""
 
 import pytest
 import torch
@@ -26,8 +26,8 @@ def reduced(given, mu, adapts=True):
     return own[0], factors[0]
 
 
-def by_torch(given, mu):
-    """One power of two a parameter, and every sum rounded and saturated, in rank order."""
+def reduced_by_torch(given, mu):
+    """One power-of-two scale per parameter, and every sum rounded and saturated, in rank order."""
     found, full = [], []
     for i, part in enumerate(given.split(LENGTHS, 1)):
         scale = mu[i] * 2 ** (448 / part.abs().amax()).log2().floor()
@@ -43,7 +43,7 @@ def by_torch(given, mu):
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_each_sum_is_rounded_and_saturated(ranks):
     given, mu = gradients(ranks), torch.tensor([1.0, 0.25, 0.125])
-    expected, full = by_torch(given, mu)
+    expected, full = reduced_by_torch(given, mu)
     found, following = reduced(given, mu)
     assert torch.equal(found, expected)
     for before, share, after in zip(mu.tolist(), full, following.tolist(), strict=True):
@@ -52,16 +52,16 @@ def test_each_sum_is_rounded_and_saturated(ranks):
     assert torch.equal(reduced(given, mu, adapts=False)[1], mu)
 
 
-def test_mu_grows_to_two():
+def test_mu_grows_up_to_two():
     found, mu = reduced(torch.zeros(2, 365), torch.tensor([1.0, 1.9999, 2.0]))
     assert not found.any()
     assert mu.tolist() == pytest.approx([2 ** (1 / 1000), 2.0, 2.0])
 
 
 @pytest.mark.parametrize("lost", [float("nan"), float("inf")])
-def test_a_parameter_that_is_not_finite_on_one_rank_is_lost_on_all(lost):
+def test_a_nonfinite_gradient_on_one_rank_makes_the_parameter_nan(lost):
     given = gradients(3)
     given[2, 10] = lost
     found, _ = reduced(given, torch.ones(3))
     assert found[:300].isnan().all()
-    assert torch.equal(found[300:], by_torch(given, torch.ones(3))[0][300:])
+    assert torch.equal(found[300:], reduced_by_torch(given, torch.ones(3))[0][300:])

@@ -1,4 +1,4 @@
-"""Tokens spread over ranks (sequence parallel) that are gathered as codes: `GatherCodes`."""
+"""`GatherCodes`: tokens sharded over ranks (sequence parallel) are gathered as codes."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 BATCH, TOKENS = 2, 256  # 128 tokens of each example on a rank: whole tiles of fp8-block
 
 
-def numbers(seed):
+def samples(seed):
     x = torch.randn(BATCH, TOKENS, WIDE, generator=torch.Generator().manual_seed(seed))
     return (x * torch.exp(torch.randn(WIDE, generator=torch.Generator().manual_seed(3)))).bfloat16().float()
 
@@ -26,18 +26,18 @@ def gradient(p):
 def trained(model, own=lambda x: x, steps=2):
     """y and the gradients of a model's last step, and its scaling states."""
     for _ in range(steps):
-        x = own(numbers(1)).clone().requires_grad_()
+        x = own(samples(1)).clone().requires_grad_()
         y = model(x)
-        y.backward(own(numbers(2)))
+        y.backward(own(samples(2)))
         grads = {"x": x.grad, **{n: gradient(p) for n, p in model.named_parameters()}}
         model.zero_grad()
         halfstep.advance(model)
     return y.detach(), grads, halfstep.nn.scaling.Scalings(model).state_dict()
 
 
-def spread(name, style):
-    """As `trained`, of a layer by columns; the bytes a rank sends in a pass for each element of its input, and those it
-    keeps."""
+def train_parallel(name, style):
+    """The results of `trained` for a column-parallel layer; the bytes a rank sends in a pass for each element of its
+    input, and the elements it saves."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     model, sent, kept, original = layer(), [], {}, dist.all_gather_into_tensor
@@ -49,7 +49,7 @@ def spread(name, style):
         return original(out, given, group, **options)
 
     def own(each):
-        dim = 1 if torch.equal(each, numbers(1)) else 2  # an input's tokens, a gradient's columns
+        dim = 1 if torch.equal(each, samples(1)) else 2  # an input's tokens, a gradient's columns
         return each.chunk(2, dim)[dist.get_rank()]
 
     def note(tensor):
@@ -61,11 +61,11 @@ def spread(name, style):
         y, grads, states = trained(model, own, steps=2)
     dist.all_gather_into_tensor = original
     grads["x"] = torch.cat(gathered(grads["x"]), 1)
-    return torch.cat(gathered(y), 2), grads, states, sum(sent) / 2 / (numbers(1).numel() / 2), max(kept.values())
+    return torch.cat(gathered(y), 2), grads, states, sum(sent) / 2 / (samples(1).numel() / 2), max(kept.values())
 
 
-def refused(rank):
-    """What is said of a tile on two ranks, and of uneven tokens; y of a layer that is not rounded."""
+def errors_and_plain_output(rank):
+    """Errors for a tile split over two ranks and for uneven tokens; y of a layer that is not rounded."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -84,11 +84,11 @@ def refused(rank):
             return str(error)
         return ""
 
-    found["tile"] = said("fp8-block", numbers(1)[:, :64])
-    whole = DTensor.from_local(numbers(1)[:, :5], mesh, [Replicate()], run_check=False)
+    found["tile"] = said("fp8-block", samples(1)[:, :64])
+    whole = DTensor.from_local(samples(1)[:, :5], mesh, [Replicate()], run_check=False)
     found["uneven"] = said("fp8-current", whole.redistribute(placements=[Shard(1)]))
-    found["fits"] = said("fp8-block", numbers(1)[:, :128])
-    found["plain"] = called("fp32", numbers(1).chunk(2, 1)[rank]).detach()
+    found["fits"] = said("fp8-block", samples(1)[:, :128])
+    found["plain"] = called("fp32", samples(1).chunk(2, 1)[rank]).detach()
     return found
 
 
@@ -97,7 +97,9 @@ def everything(rank):
     from torch.distributed.tensor.parallel import ColwiseParallel
 
     styles = {"codes": halfstep.distributed.GatherCodes(Shard(1)), "torch's": ColwiseParallel(input_layouts=Shard(1))}
-    return refused(rank) | {(name, key): spread(name, style) for name in NAMES for key, style in styles.items()}
+    return errors_and_plain_output(rank) | {
+        (name, key): train_parallel(name, style) for name in NAMES for key, style in styles.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +108,8 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bits_are_those_of_one_process_and_of_torchs_style(ranks, name):
-    """But for the gradient of the input, which ranks add up: it is that of torch's style."""
+def test_results_equal_one_process_and_torchs_style(ranks, name):
+    """But for the gradient of the input, which ranks add up: it equals that of torch's style."""
     model = layer()
     halfstep.apply(model, name)
     y, grads, states = trained(model)
@@ -119,16 +121,16 @@ def test_bits_are_those_of_one_process_and_of_torchs_style(ranks, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_element_is_sent_as_a_code_in_either_pass_and_kept_by_one_rank(ranks, name):
-    """Beside the codes go scales: at most one byte for 16 elements."""
+def test_elements_are_sent_as_codes_and_saved_by_one_rank(ranks, name):
+    """Scales are sent beside the codes: at most one byte for 16 elements."""
     for rank in ranks:
         sent, kept = rank[name, "codes"][3:]
         assert 2 <= sent < 2 + 2 / 16
-        assert (kept, rank[name, "torch's"][4]) == (numbers(1).numel() / 2, numbers(1).numel())
+        assert (kept, rank[name, "torch's"][4]) == (samples(1).numel() / 2, samples(1).numel())
 
 
-def test_what_cannot_be_gathered_is_refused(ranks):
-    expected = layer()(numbers(1)).detach()
+def test_split_tiles_and_uneven_tokens_raise(ranks):
+    expected = layer()(samples(1)).detach()
     for number, rank in enumerate(ranks):
         assert (
             "2 pieces of 64 x 256, and tiles that share a scale are 128x1: a tile would be split over two"

@@ -1,4 +1,4 @@
-"""FSDP2 over a mesh of two dimensions (HSDP): shards within a group of ranks, copies of them over groups."""
+"""FSDP2 over a two-dimensional mesh (HSDP): shards within a group of ranks, replicas over groups."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def rows(step, rank):
 
 
 def trained(name, shape, communication=None):
-    """Weights after three steps, of one process, or of ranks in a mesh; and what is sent within shards."""
+    """Weights after three steps, of one process, or of ranks in a mesh; and the bytes sent within shards."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
@@ -58,7 +58,7 @@ def ranks(tmp_path_factory):
     return on_ranks(everything, tmp_path_factory.mktemp("ranks"), world=4)
 
 
-def apart(found, expected):
+def relative_distance(found, expected):
     torch.manual_seed(0)
     start = nn.Sequential(nn.Linear(WIDE, 128), nn.GELU(), nn.Linear(128, WIDE)).state_dict()
     off = sum(float((found[n].float() - expected[n].float()).square().sum()) for n in start)
@@ -67,20 +67,22 @@ def apart(found, expected):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_four_ranks_of_two_groups_train_as_one_process(ranks, name):
-    """Noise is that of an element of the whole weight, so copies of a shard stay copies. Gradients are summed in
-    another order, and rounded by each rank."""
+    """Noise depends on an element's index in the whole weight, so replicas of a shard stay equal. Gradients are summed
+    in another order, and rounded by each rank."""
     expected = trained(name, ())[0]
     for rank in ranks:
         assert_same(rank[name], ranks[0][name])
-    assert apart(ranks[0][name], expected) < (0.04 if expected["0.weight"].dtype == torch.bfloat16 else 1e-5)
+    assert relative_distance(ranks[0][name], expected) < (
+        0.04 if expected["0.weight"].dtype == torch.bfloat16 else 1e-5
+    )
 
 
-def test_gradients_cross_as_codes_among_the_ranks_that_shard(ranks):
-    """Gradients of the groups' sums cross as torch has them: in float32. So codes are those of plain FSDP2."""
+def test_gradients_are_sent_as_codes_within_shard_groups(ranks):
+    """The groups' sums are all-reduced by torch, in float32. So codes equal those of plain FSDP2."""
     expected, _ = trained("bf16-mixed", ())
     (found, sent), (plain, more) = (ranks[0]["FP8"][shape] for shape in ((2, 2), (4,)))
     assert_same(found, plain)
-    assert 0 < apart(found, expected) < 0.04
+    assert 0 < relative_distance(found, expected) < 0.04
     elements = 3 * sum(p.numel() for p in found.values())
     assert elements / 2 < sent < 1.05 * elements / 2
     assert elements * 3 / 4 < more < 1.1 * elements * 3 / 4

@@ -1,4 +1,4 @@
-"""What reductions keep from step to step, in distributed checkpoints: each rank's rounding errors, and FP8-LM's mu."""
+"""The states of reductions in distributed checkpoints: each rank's rounding errors, and FP8-LM's mu."""
 
 import warnings
 
@@ -30,7 +30,7 @@ def built(sent):
     return ddp, optimizer, scaler
 
 
-def steps(trained, rank, first, last):
+def train_steps(trained, rank, first, last):
     ddp, optimizer, scaler = trained
     for step in range(first, last):
         x = torch.randn(6, 40, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -50,19 +50,19 @@ def copied(trained):
     return {name: p.detach().clone() for name, p in ddp.module.named_parameters()}, scaler.state_dict()
 
 
-def saved(rank, folder):
+def save_and_train(rank, folder):
     found = {}
     for sent in SENT:
         trained = built(sent)
-        steps(trained, rank, 0, HALF)
+        train_steps(trained, rank, 0, HALF)
         checkpoint.save(state_of(trained), checkpoint_id=f"{folder}/{sent}")
         then = copied(trained)
-        steps(trained, rank, HALF, WHOLE)
+        train_steps(trained, rank, HALF, WHOLE)
         found[sent] = then, copied(trained)
     return found
 
 
-def loaded(rank, folder):
+def load_and_train(rank, folder):
     found = {}
     for sent in SENT:
         trained = built(sent)
@@ -72,15 +72,15 @@ def loaded(rank, folder):
             found[sent] = str(error)
         else:
             then = copied(trained)
-            steps(trained, rank, HALF, WHOLE)
+            train_steps(trained, rank, HALF, WHOLE)
             found[sent] = then, copied(trained)
     return found
 
 
-def another_ranks(rank):
-    """What is said of another rank's state, of one without any, and of one that comes before there is a reduction."""
+def messages(rank):
+    """Warnings for another rank's state, for an empty one, and for one loaded before the reduction exists."""
     found, (ddp, optimizer, scaler) = {}, built("FP4")
-    steps((ddp, optimizer, scaler), rank, 0, 1)
+    train_steps((ddp, optimizer, scaler), rank, 0, 1)
     own = scaler.state_dict()
     kept = own["halfstep"]["communication"]
     whose = next(name for name in kept if name.startswith("rounding errors"))
@@ -96,31 +96,31 @@ def another_ranks(rank):
         warnings.simplefilter("always")
         scaler.load_state_dict({**own, "halfstep": {**scaler.state_dict()["halfstep"], "communication": kept}})
     found["before"] = [str(each.message) for each in told]
-    reduce_gradients(model, FP4)  # of no gradients: it makes the reduction
+    reduce_gradients(model, FP4)  # without gradients: it creates the reduction
     found["then"] = sorted(scaler.state_dict()["halfstep"]["communication"][whose])
     return found
 
 
-def test_a_distributed_checkpoint_has_every_ranks_rounding_errors(tmp_path):
+def test_checkpoints_restore_every_ranks_rounding_errors(tmp_path):
     folder = tmp_path / "saved"
     folders = [tmp_path / name for name in ("saved", "first", "again", "three")]
     for each in folders:
         each.mkdir()
-    whole = on_ranks(saved, folders[1], folder)
-    again = on_ranks(loaded, folders[2], folder)
+    whole = on_ranks(save_and_train, folders[1], folder)
+    again = on_ranks(load_and_train, folders[2], folder)
     for before, after in zip(whole, again, strict=True):
         assert_same(after, before)
     kept = [rank["FP4"][0][1]["halfstep"]["communication"] for rank in whole]
     own = [each[f"rounding errors of rank {rank} of 2"]["0.weight"] for rank, each in enumerate(kept)]
     assert not torch.equal(*own)
-    for rank in on_ranks(loaded, folders[3], folder, world=3):
+    for rank in on_ranks(load_and_train, folders[3], folder, world=3):
         assert "rounding errors of rank" in rank["FP4"]
         assert "of 3" in rank["FP4"]
-        assert_same(rank["FP8-LM"][0], whole[0]["FP8-LM"][0])  # mu is that of all ranks
+        assert_same(rank["FP8-LM"][0], whole[0]["FP8-LM"][0])  # mu is the same on all ranks
 
 
-def test_what_another_rank_kept_is_not_taken(tmp_path):
-    for rank, found in enumerate(on_ranks(another_ranks, tmp_path)):
+def test_another_ranks_rounding_errors_are_not_loaded_and_warn(tmp_path):
+    for rank, found in enumerate(on_ranks(messages, tmp_path)):
         (other,), (none,), (before,) = found["other"], found["none"], found["before"]
         assert f"whose state is the rounding errors of rank {rank} of 2" in other
         assert f"the scaler's state has rounding errors of rank {1 - rank} of 2 instead" in other

@@ -1,4 +1,4 @@
-"""The mean of ranks' gradients, of ranks in one process: against float64, and against what was rounded."""
+"""The mean of ranks' gradients, with ranks in one process: against float64, and against explicit rounding."""
 
 import copy
 
@@ -21,8 +21,8 @@ ABSMAX = get_storage(Quantizer(formats.get("e5m2"), scales=Scales(Tile(1, 64), g
 SENT = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
 
 
-def mean(gradients, storage=E4M3, residuals=None):
-    """What each rank has then, and the bytes that it sent."""
+def mean_over_ranks(gradients, storage=E4M3, residuals=None):
+    """Each rank's result, and the bytes that it sent."""
     own = gradients.clone()
     ranks = len(own)
     found = run(
@@ -32,7 +32,7 @@ def mean(gradients, storage=E4M3, residuals=None):
 
 
 def heavy_tailed(ranks, size=2**16):
-    """Gradients that share half of their variance, each element times a log-normal number."""
+    """Gradients that share half of their variance, each element times a log-normal factor."""
     generator = torch.Generator().manual_seed(0)
     common, own = (torch.randn(n, size, generator=generator) for n in (1, ranks))
     return (common + own) * torch.exp(2 * torch.randn(size, generator=generator))
@@ -44,23 +44,23 @@ def decibels(found, exact):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_mean_that_is_representable_is_exact(ranks, dtype):
+def test_representable_means_are_exact(ranks, dtype):
     codes = torch.randint(-8, 9, (1, 1000), generator=torch.Generator().manual_seed(0)).to(dtype)
     gradients = torch.cat([codes * factor for factor in (1, 3, 2)[:ranks]])
     exact = gradients.double().sum(0) / ranks
     for storage in (E4M3, get_storage("fp32")):
-        found, _ = mean(gradients, storage)
+        found, _ = mean_over_ranks(gradients, storage)
         assert torch.equal(found, exact.to(dtype).expand_as(found))
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_two_roundings_whatever_the_number_of_ranks(ranks):
+def test_means_are_rounded_twice_for_any_number_of_ranks(ranks):
     gradients = heavy_tailed(ranks)
     exact = gradients.double().mean(0)
-    found, _ = mean(gradients)
+    found, _ = mean_over_ranks(gradients)
     assert torch.equal(found, found[:1].expand_as(found))
     assert decibels(found[0], exact) >= 28
-    fewer, _ = mean(heavy_tailed(2))
+    fewer, _ = mean_over_ranks(heavy_tailed(2))
     assert decibels(found[0], exact) >= decibels(fewer[0], heavy_tailed(2).double().mean(0))
     by_hand = E4M3.quantizer(gradients).double().sum(0).float() / ranks  # float32 sums of a few E4M3 values are exact
     assert torch.equal(found[0], E4M3.quantizer(by_hand[None])[0])
@@ -69,59 +69,59 @@ def test_two_roundings_whatever_the_number_of_ranks(ranks):
 @pytest.mark.quick("float8_e5m2 (absmax, 1x64), laid out flat--inf", "bf16-inf", "bf16--inf", "bf16-nan")
 @pytest.mark.parametrize("lost", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("storage", [E4M3, E2M1, ABSMAX, get_storage("bf16")], ids=str)
-def test_what_is_not_finite_on_one_rank_is_so_on_all(lost, storage):
+def test_nan_or_infinity_on_one_rank_reaches_all(lost, storage):
     gradients = heavy_tailed(3, 1000)
     gradients[1, 500] = lost
-    found, _ = mean(gradients, storage)
+    found, _ = mean_over_ranks(gradients, storage)
     assert not found[:, 500].isfinite().any()
     assert found[:, :384].isfinite().all()
     assert found[:, 640:].isfinite().all()
 
 
 @pytest.mark.parametrize("storage", [E4M3, E2M1], ids=str)
-def test_a_loss_scale_that_is_a_power_of_two_changes_no_code(storage):
+def test_a_power_of_two_loss_scale_changes_no_code(storage):
     gradients, message = heavy_tailed(2, 1024), Message(storage, 1024)
     sent = torch.zeros(2, message.bytes, dtype=torch.uint8)
     message.encode(gradients[0], sent[0])
     message.encode(gradients[0] * 2**16, sent[1])
     assert torch.equal(sent[0, : storage.quantizer.format.bits * 128], sent[1, : storage.quantizer.format.bits * 128])
-    assert torch.equal(mean(gradients * 2**16, storage)[0], mean(gradients, storage)[0] * 2**16)
+    assert torch.equal(mean_over_ranks(gradients * 2**16, storage)[0], mean_over_ranks(gradients, storage)[0] * 2**16)
 
 
 @pytest.mark.parametrize(("storage", "most"), [(E4M3, 1.05), (E2M1, 0.55), *SENT.items()], ids=str)
-def test_the_bytes_of_an_element_are_those_that_the_recipe_says(storage, most):
+def test_bytes_sent_per_element_equal_the_storages(storage, most):
     storage, size = get_storage(storage), 2**18
-    _, sent = mean(torch.zeros(2, size), storage)
+    _, sent = mean_over_ranks(torch.zeros(2, size), storage)
     assert sent / size == storage.bytes <= most
-    _, sent = mean(torch.zeros(8, size), storage)
+    _, sent = mean_over_ranks(torch.zeros(8, size), storage)
     assert sent / size == 2 * 7 / 8 * storage.bytes
 
 
-def test_error_feedback_sums_to_what_was_there():
+def test_error_feedback_sums_to_the_gradients():
     gradients = heavy_tailed(3, 1000)
     exact, sums = gradients.double().mean(0), {}
     for fed_back in (False, True):
         residuals = torch.zeros_like(gradients) if fed_back else None
-        sums[fed_back] = sum(mean(gradients, E2M1, residuals)[0][0].double() for _ in range(64)) / 64
+        sums[fed_back] = sum(mean_over_ranks(gradients, E2M1, residuals)[0][0].double() for _ in range(64)) / 64
         if fed_back:
-            # Of 64 steps the means and what is still kept are the gradients themselves.
+            # The means of 64 steps plus the remaining errors equal the gradients.
             kept = residuals.double().mean(0) / 64
             torch.testing.assert_close(sums[True] + kept, exact, rtol=0, atol=1e-5 * float(exact.abs().amax()))
     assert decibels(sums[False], exact) < 20
     assert decibels(sums[True], exact) > 40
 
 
-def test_a_step_that_is_not_finite_leaves_what_error_feedback_keeps():
+def test_a_nonfinite_step_leaves_error_feedback_unchanged():
     gradients, residuals = heavy_tailed(2, 512), torch.zeros(2, 512)
-    mean(gradients, E2M1, residuals)
+    mean_over_ranks(gradients, E2M1, residuals)
     before = residuals.clone()
     gradients[1, 7] = float("nan")
-    mean(gradients, E2M1, residuals)
+    mean_over_ranks(gradients, E2M1, residuals)
     assert torch.equal(residuals, before)
     assert residuals.abs().sum() > 0
 
 
-def test_what_no_message_holds_is_refused():
+def test_invalid_communications_raise():
     for bad, said in (
         ({}, "neither gradients nor weights"),
         ({"gradients": get_storage("e4m3fn")}, "tiles laid out flat"),

@@ -31,7 +31,7 @@ def trained(recipe, communication, rank, steps=4, policy=None):
 
     model = model_of()
     if recipe is not None and get_recipe(recipe).unit_scaled:
-        recipe = replace(get_recipe(recipe), unit_scaled=False)  # of the recipe's casts; its scales are the model's
+        recipe = replace(get_recipe(recipe), unit_scaled=False)  # only the recipe's casts; unit scale is the model's
     if recipe is not None:
         halfstep.apply(model, recipe)
     mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
@@ -52,7 +52,7 @@ def trained(recipe, communication, rank, steps=4, policy=None):
     return {name: p.full_tensor().detach() for name, p in model.named_parameters()}, sent
 
 
-def said(work):
+def error_of(work):
     try:
         work()
     except halfstep.HalfstepError as error:
@@ -73,18 +73,18 @@ def everything(rank):
         found[policy] = trained(None, None, rank, policy=given), trained(None, FP8, rank, policy=given)
     for name in ALIKE:
         found[name] = trained(name, None, rank), trained(name, Communication(weights=OPERANDS), rank)
-    found["fed back"] = said(lambda: trained(None, FP4, rank))
-    found["fp8lm"] = said(lambda: trained(None, FP8_LM, rank))
+    found["fed back"] = error_of(lambda: trained(None, FP4, rank))
+    found["fp8lm"] = error_of(lambda: trained(None, FP8_LM, rank))
     found["own recipe"] = trained(replace(get_recipe("bf16-master"), name="x", communication=FP8), None, rank, 0)[1]
     return found
 
 
 def uneven(rank):
-    """Rows that three ranks do not divide."""
+    """Results with rows that three ranks do not divide."""
     return trained(None, None, rank), trained(None, Communication(gradients=EIGHT, weights=EIGHT), rank)
 
 
-def apart(found, expected):
+def relative_distance(found, expected):
     start = {name: p.detach() for name, p in model_of().named_parameters()}
     off = sum(float((found[name] - expected[name]).square().sum()) for name in start)
     return (off / sum(float((expected[name] - p).square().sum()) for name, p in start.items())) ** 0.5
@@ -95,30 +95,30 @@ def ranks(tmp_path_factory):
     return on_ranks(everything, tmp_path_factory.mktemp("ranks"))
 
 
-def test_float32_by_our_collectives_is_stock(ranks):
+def test_float32_communication_equals_stock(ranks):
     for rank in ranks:
         assert_same(rank["fp32"][0], rank["stock"][0])
 
 
 @pytest.mark.parametrize("what", ["gradients", "weights", "both"])
-def test_few_bits_train_alike_and_send_a_byte(ranks, what):
+def test_fp8_communication_trains_near_stock_and_sends_one_byte(ranks, what):
     assert_same(ranks[0][what][0], ranks[1][what][0])
-    assert 0 < apart(ranks[0][what][0], ranks[0]["stock"][0]) < 0.06
-    elements = sum(p.numel() for p in model_of().parameters()) / 2  # what goes to the other rank
+    assert 0 < relative_distance(ranks[0][what][0], ranks[0]["stock"][0]) < 0.06
+    elements = sum(p.numel() for p in model_of().parameters()) / 2  # sent to the other rank
     gathers = {"gradients": 0, "weights": 2, "both": 2}[what] * 4
     scatters = {"gradients": 4, "weights": 0, "both": 4}[what]
     assert elements * (gathers + scatters) < ranks[0][what][1] < 1.02 * elements * (gathers + scatters)
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
-def test_sixteen_bit_policies(ranks, policy):
+def test_fp8_communication_under_16_bit_mixed_precision_policies(ranks, policy):
     for rank in ranks:
         (expected, _), (found, _) = rank[policy]
-        assert 0 < apart(found, expected) < 0.06
+        assert 0 < relative_distance(found, expected) < 0.06
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_weights_gathered_as_products_round_them_change_no_number(ranks, name):
+def test_weights_gathered_as_matmul_operands_change_no_bit(ranks, name):
     for rank in ranks:
         (expected, _), (found, sent) = rank[name]
         assert_same(found, expected)
@@ -129,12 +129,12 @@ def test_weights_gathered_as_products_round_them_change_no_number(ranks, name):
         assert sent >= 8 * matrices
 
 
-def test_what_sharded_gradients_do_not_hold_is_refused(ranks):
+def test_error_feedback_and_fp8lm_raise_under_fsdp(ranks):
     for rank in ranks:
         assert "error_feedback=False" in rank["fed back"]
         assert "reduce='all_to_all'" in rank["fp8lm"]
 
 
-def test_rows_that_ranks_do_not_divide(tmp_path):
+def test_fp8_communication_with_uneven_shards(tmp_path):
     for (expected, _), (found, _) in on_ranks(uneven, tmp_path, world=3):
-        assert 0 < apart(found, expected) < 0.08
+        assert 0 < relative_distance(found, expected) < 0.08

@@ -1,4 +1,4 @@
-"""Linear layers spread by columns and by rows under recipes that round operands: the codes are one process's."""
+"""Linear layers sharded by columns and by rows under recipes that round operands: codes equal one process's."""
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ WIDE, ROWS = 256, 48
 SEEDS = {"x": 1, "dy": 2}
 
 
-def numbers(name):
-    """Rows of which those of one rank are much larger than the other's: amaxes are on another rank each."""
+def samples(name):
+    """Elements of one rank's shard are much larger than the other's, so each amax is on another rank."""
     x = torch.randn(ROWS, WIDE, generator=torch.Generator().manual_seed(SEEDS[name]))
     return (x * torch.exp(torch.randn(WIDE, generator=torch.Generator().manual_seed(3)))).bfloat16().float()
 
@@ -37,14 +37,14 @@ def styles():
     return {"columns": ColwiseParallel(), "rows": RowwiseParallel()}
 
 
-def cut(tensor, how, name, rank, world=2):
-    """What a rank has of one of the layer's tensors."""
+def shard_of(tensor, how, name, rank, world=2):
+    """A rank's shard of one of the layer's tensors."""
     dims = {"columns": {"weight": 0, "dy": 1, "bias": 0}, "rows": {"weight": 1, "x": 1}}[how]
     return tensor.chunk(world, dims[name])[rank] if name in dims else tensor
 
 
 def one_layer(name, how, rank, steps=2):
-    """What a rank's operands are rounded to in a step, in order; y and the gradients."""
+    """A rank's rounded operands in a step, in order; y and the gradients."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     model, found = layer(), []
@@ -58,11 +58,11 @@ def one_layer(name, how, rank, steps=2):
         return made
 
     for _ in range(steps):
-        x = cut(numbers("x"), how, "x", rank).clone().requires_grad_()
+        x = shard_of(samples("x"), how, "x", rank).clone().requires_grad_()
         found.clear()
         parallel.operand = spied
         y = model(x)
-        y.backward(cut(numbers("dy"), how, "dy", rank))
+        y.backward(shard_of(samples("dy"), how, "dy", rank))
         parallel.operand = original
         grads = {"x": x.grad, **{n: p.grad.full_tensor() for n, p in model.named_parameters()}}
         model.zero_grad()
@@ -91,9 +91,9 @@ def in_one_process(name):
     if name:
         halfstep.apply(model, name)
     for _ in range(2):
-        x = numbers("x").requires_grad_()
+        x = samples("x").requires_grad_()
         y = model(x)
-        y.backward(numbers("dy"))
+        y.backward(samples("dy"))
         grads = {"x": x.grad, **{n: p.grad for n, p in model.named_parameters()}}
         model.zero_grad()
         if name:
@@ -112,9 +112,9 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("how", ["columns", "rows"])
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in STATEFUL])
-def test_operands_are_parts_of_the_whole_ones(ranks, name, how):
+def test_operands_are_shards_of_the_unsharded_ones(ranks, name, how):
     spec = get_recipe(name).rules[-1].linear
-    whole = {"x": numbers("x").bfloat16().float(), "dy": numbers("dy"), "weight": layer().weight.detach()}
+    whole = {"x": samples("x").bfloat16().float(), "dy": samples("dy"), "weight": layer().weight.detach()}
 
     def rounded(what, quantizer, dim=1):
         return (quantizer if dim else quantizer.down)(whole[what])
@@ -128,17 +128,17 @@ def test_operands_are_parts_of_the_whole_ones(ranks, name, how):
         operands = found[name, how][0]
         assert len(operands) == len(expected)
         for made, (what, values) in zip(operands, expected, strict=True):
-            part = cut(values, how, what, rank)
+            part = shard_of(values, how, what, rank)
             assert torch.equal(made[: part.shape[0], : part.shape[1]], part), what
 
 
-def apart(found, expected):
+def relative_distance(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("how", ["columns", "rows"])
 @pytest.mark.parametrize("name", NAMES)
-def test_results_and_states_are_one_processes(ranks, name, how):
+def test_results_and_states_equal_one_processes(ranks, name, how):
     """Bit for bit, but for what ranks add up, of which each rank has rounded its part to bf16."""
     y, grads, states = in_one_process(name)
     summed = "x" if how == "columns" else "y"
@@ -149,14 +149,14 @@ def test_results_and_states_are_one_processes(ranks, name, how):
         for what, value in {"y": y, **grads}.items():
             own = found if what == "y" else found_grads[what]
             if what == summed:
-                assert apart(own, value) < 2**-8
-                assert apart(value, {"y": stock, **stock_grads}[what]) > 2**-6
+                assert relative_distance(own, value) < 2**-8
+                assert relative_distance(value, {"y": stock, **stock_grads}[what]) > 2**-6
             else:
                 assert_same(own, value)
 
 
-def mlp_on(name, steps=2):
-    """A gated pair of layers between norms whose tokens are spread, trained; its weights."""
+def train_mlp(name, steps=2):
+    """The weights of an MLP after norms whose tokens are sharded, trained."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -196,7 +196,7 @@ def mlp_on(name, steps=2):
 
 def outcome(name):
     try:
-        return mlp_on(name)
+        return train_mlp(name)
     except halfstep.HalfstepError as error:
         return str(error)
 
@@ -222,17 +222,17 @@ REFUSED = {
     "keeps it as codes with scales": ["fp8lm-o1", "fp8lm-o2", "fp8lm-o3", "fp4-wang"],
     "operands kept in few bits": ["coat"],
 }
-"""What is said of recipes that are refused; fp16-pure, which breaks in any loop, is compared with nothing."""
+"""Error messages by recipe; fp16-pure, which breaks in any loop, is not compared."""
 SAID = {name: said for said, names in REFUSED.items() for name in names}
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in BREAKS])
-def test_a_model_of_spread_layers_and_tokens_trains_as_in_one_process_or_says_why_not(trained, name):
+def test_tensor_and_sequence_parallel_training_equals_one_process_or_raises(trained, name):
     found = [rank[name] for rank in trained]
     if name in SAID:
         assert all(SAID[name] in said for said in found)
         return
-    expected, stock, start = mlp_on(name), mlp_on(""), mlp_on("", steps=0)
+    expected, stock, start = train_mlp(name), train_mlp(""), train_mlp("", steps=0)
 
     def off(one, other):
         moved = sum(float((expected[key] - start[key]).square().sum()) for key in start)
@@ -240,11 +240,13 @@ def test_a_model_of_spread_layers_and_tokens_trains_as_in_one_process_or_says_wh
 
     assert_same(found[0], found[1])
     assert off(trained[0][""], stock) < 1e-4
-    assert off(found[0], expected) < 0.6 * max(off(expected, stock), 2e-5)  # stock is farther, fp32 but for its sums
+    assert off(found[0], expected) < 0.6 * max(
+        off(expected, stock), 2e-5
+    )  # stock is farther, but for fp32, which differs by its sums
 
 
 def misplaced(rank):
-    """What is said of parts that cut a tile in two, and of an input that is whole, or plain, and should be cut."""
+    """Errors for shards that split a tile, and for an input that is unsharded or a plain tensor."""
     from torch.distributed.tensor import DTensor, Replicate
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -269,7 +271,7 @@ def misplaced(rank):
     return found
 
 
-def test_parts_that_do_not_fit_are_refused(tmp_path):
+def test_unfit_shards_raise(tmp_path):
     for found in on_ranks(misplaced, tmp_path):
         assert "a tile would be split over two ranks. Shard dimensions that are multiples of 32" in found["tile"]
         assert "an input that is as ['R" in found["whole"]

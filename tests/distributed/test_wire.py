@@ -1,4 +1,4 @@
-"""Bytes on a link between two network namespaces, by the interface's own counters."""
+"""Bytes on a link between two network namespaces, by the interface's counters."""
 
 import importlib
 import os
@@ -15,7 +15,7 @@ def may_make_namespaces():
 @pytest.mark.slow
 @pytest.mark.skipif(not may_make_namespaces(), reason="network namespaces take root, ip and tc; bytes are counted in "
                     "the process group by test_mean.py and test_ddp.py")  # fmt: skip
-def test_the_bytes_of_an_element_on_a_link(monkeypatch):
+def test_bytes_per_element_on_a_link(monkeypatch):
     """With headers: 4 for a ring of float32, 2 for bf16, and at most 1.05 and 0.56 for FP8 and FP4 with scales."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     found = importlib.import_module("wire").over_a_link(None, rounds=1)

@@ -1,4 +1,4 @@
-"""The law of activation memory: against its source's figures, and to the byte against a layer that runs."""
+"""The formula of activation memory: against published figures, and to the byte against a layer that runs."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ class Layer(nn.Module):
 
 
 def saved_by_autograd(dtype, dropout):
-    """Bytes of the unique storages that autograd keeps, parameters left out."""
+    """Bytes of the distinct storages that autograd saves, parameters excluded."""
     layer, kept = Layer(dropout).to(dtype), {}
     owned = {p.untyped_storage()._cdata for p in layer.parameters()}
 
@@ -54,25 +54,25 @@ def saved_by_autograd(dtype, dropout):
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, 6_295_552), (torch.bfloat16, 3_147_776)])
-def test_the_law_is_exact_where_masks_are_as_wide_as_values(dtype, expected):
+def test_the_formula_is_exact_when_dropout_masks_have_the_values_dtype(dtype, expected):
     law = activation_bytes(B, S, H, A, nbytes=dtype.itemsize, mask_bytes=dtype.itemsize, statistics=True)
     assert saved_by_autograd(dtype, 0.1) == law == expected
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, 4_722_688), (torch.bfloat16, 2_361_344)])
-def test_the_law_without_dropout(dtype, expected):
+def test_the_formula_without_dropout_is_exact(dtype, expected):
     law = activation_bytes(B, S, H, A, nbytes=dtype.itemsize, dropout=False, statistics=True)
     assert saved_by_autograd(dtype, 0.0) == law == expected
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, 5_505_024), (torch.bfloat16, 2_883_584)])
-def test_masks_of_one_byte_are_too_few_on_a_cpu(dtype, expected):
+def test_one_byte_masks_underestimate_a_cpus_memory(dtype, expected):
     assert activation_bytes(B, S, H, A, nbytes=dtype.itemsize) == expected < saved_by_autograd(dtype, 0.1)
 
 
 @pytest.mark.quick("dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_on_tensors_without_memory_keeps_as_much(dtype):
+def test_measure_step_on_blank_tensors_counts_the_same_bytes(dtype):
     with Blank():
         layer = cast(Layer(0.1), dtype)
         x = torch.zeros(S, B, H, dtype=dtype, requires_grad=True)
@@ -86,34 +86,34 @@ def cast(layer, dtype):
     return layer
 
 
-def per_place(*, nbytes=2, **options):
-    """Of a layer as wide as it is long in heads: 5 a s / h is 5."""
+def per_element(*, nbytes=2, **options):
+    """Bytes per element of a layer whose 5 a s / h is 5."""
     return activation_bytes(1, 64, 64, 1, nbytes=nbytes, **options) / 64**2
 
 
-def test_the_figures_of_its_source():
+def test_the_formula_gives_the_figures_of_its_source():
     assert activation_bytes(1, 2048, 12288, 96) == 2048 * 12288 * (34 + 80)  # GPT-3
     assert activation_bytes(1, 2048, 20480, 128) == 2048 * 20480 * (34 + 64)  # MT-NLG
     assert activation_bytes(1, 8192, 4096, 32, recompute="selective") == 34 * 8192 * 4096
     assert round(34 * 8192 * 4096 / 1e9, 3) == 1.141
     assert round((activation_bytes(1, 8192, 4096, 32) - 34 * 8192 * 4096) / 1e9, 3) == 10.737
-    assert per_place(parallel=8) == 10 + 24 / 8 + 5 / 8
-    assert per_place(parallel=8, split_sequence=True) == (34 + 5) / 8
-    assert per_place(parallel=8, split_sequence=True, recompute="selective") == 34 / 8
-    assert per_place(recompute="full") == 2
+    assert per_element(parallel=8) == 10 + 24 / 8 + 5 / 8
+    assert per_element(parallel=8, split_sequence=True) == (34 + 5) / 8
+    assert per_element(parallel=8, split_sequence=True, recompute="selective") == 34 / 8
+    assert per_element(recompute="full") == 2
 
 
 @pytest.mark.parametrize(("nbytes", "linear", "square"), [(4, 66, 9), (2, 34, 5), (1, 18, 3)])
-def test_the_figures_of_eleutherais_calculator(nbytes, linear, square):
-    assert per_place(nbytes=nbytes, recompute="selective") == linear
-    assert per_place(nbytes=nbytes) == linear + square
+def test_the_formula_agrees_with_eleutherais_calculator(nbytes, linear, square):
+    assert per_element(nbytes=nbytes, recompute="selective") == linear
+    assert per_element(nbytes=nbytes) == linear + square
 
 
-def test_an_mlp_of_another_width():
-    """Megatron-LM: 18 + 4 ffn / h in the place of 34."""
-    assert per_place(inner=96, recompute="selective") == 18 + 4 * 96 / 64
+def test_the_formula_for_another_mlp_width():
+    """Megatron-LM: 18 + 4 ffn / h instead of 34."""
+    assert per_element(inner=96, recompute="selective") == 18 + 4 * 96 / 64
 
 
-def test_an_unknown_way_to_recompute():
+def test_an_unknown_recompute_raises():
     with pytest.raises(AccountError, match="unknown way to recompute 'all'"):
         activation_bytes(1, 1, 1, 1, recompute="all")

@@ -1,4 +1,4 @@
-"""Bytes per parameter: measured from live tensors, they are what each recipe predicts."""
+"""Bytes per parameter measured from live tensors equal each recipe's prediction."""
 
 import itertools
 
@@ -18,8 +18,9 @@ LARGE = [name for name in RECIPES if get_recipe(name).moment("exp_avg").flat]
 
 
 def model_for(recipe: str):
-    """All kinds of parameters; only large ones, of whole tiles, or those that rules round where these are apart."""
-    if recipe in PROJECTED:  # of what is projected, and not in few
+    """Parameters of all kinds; only large ones, ones of whole tiles, or ones that rules round, where the recipe stores
+    these differently."""
+    if recipe in PROJECTED:  # projected parameters only
         return nn.Linear(*MATRIX, bias=False), torch.eye(64)
     if recipe in LARGE:
         return nn.Sequential(nn.Linear(128, 64, bias=False), nn.GELU(), nn.Linear(64, 64, bias=False)), torch.eye(128)
@@ -36,7 +37,7 @@ def trained(recipe: str, optimizer_class=torch.optim.AdamW, **options):
     torch.manual_seed(0)
     model, x = model_for(recipe)
     model, optimizer, scaler = halfstep.prepare(model, optimizer_class(model.parameters(), **options), recipe)
-    for _ in range(2):  # the moments are there from the first step on
+    for _ in range(2):  # moments exist from the first step on
         optimizer.zero_grad()
         scaler.scale(model(x).square().mean()).backward()
         size = measure(model, optimizer)
@@ -68,7 +69,7 @@ OPTIMIZERS = {
         itertools.product(RECIPES, OPTIMIZERS),
     ),
 )
-def test_measured_bytes_are_the_predicted_ones(recipe, optimizer):
+def test_measured_bytes_equal_the_predicted_ones(recipe, optimizer):
     optimizer_class, options, moments = OPTIMIZERS[optimizer]
     measured = trained(recipe, optimizer_class, **options)
     predicted = halfstep.get_recipe(recipe).bytes_per_parameter(moments, MATRIX if recipe in PROJECTED else None)
@@ -100,7 +101,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize(("recipe", "total"), TABLE.items())
-def test_totals_are_the_published_ones(recipe, total):
+def test_total_bytes_equal_the_published_ones(recipe, total):
     assert halfstep.get_recipe(recipe).bytes_per_parameter().total == total
 
 
@@ -116,7 +117,7 @@ def test_tied_weights_count_once():
     assert measure(model, optimizer).weights == 4
 
 
-def test_a_model_that_trains_nothing_is_refused():
+def test_measuring_a_model_without_trainable_parameters_raises():
     model = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ValueError, match="trains no parameter"):
         measure(model, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0))

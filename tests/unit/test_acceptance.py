@@ -1,4 +1,4 @@
-"""What the paper's method must do, figure by figure: Blake, Orr and Luschi 2023, and the library's own examples."""
+"""Figures of unit scaling: Blake, Orr and Luschi 2023, and the official library's examples."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def rms(x):
     "constraint, expected",
     [("none", (1.0, 1.0, 1.0)), ("geometric_mean", (0.707, 1.412, 1.0)), ("to_output", (1.0, 2.0, 1.0))],
 )
-def test_a_linear_layer_of_256_to_1024_has_these_deviations(constraint, expected):
+def test_standard_deviations_of_a_256_to_1024_linear_layer(constraint, expected):
     x, w = torch.randn(512, 256, requires_grad=True), torch.randn(1024, 256, requires_grad=True)
     y = unit.linear(x, w, constraint=constraint)
     y.backward(torch.randn_like(y))
@@ -28,13 +28,13 @@ def test_a_linear_layer_of_256_to_1024_has_these_deviations(constraint, expected
 
 
 @for_each("classes, batch", [(2, 1), (10, 7), (1000, 64), (50257, 3)])
-def test_the_gradient_of_equal_logits_has_a_root_mean_square_of_1(classes, batch):
+def test_cross_entropy_gradients_of_equal_logits_have_an_rms_of_1(classes, batch):
     logits = torch.zeros(batch, classes, requires_grad=True)
     unit.cross_entropy(logits, torch.randint(classes, (batch,))).backward()
     assert rms(logits.grad) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_gradients_of_an_embedding_and_of_a_norms_weight_are_within_5_percent_of_1():
+def test_gradients_of_embedding_and_norm_weights_have_unit_rms():
     table = torch.randn(500, 64, requires_grad=True)
     y = unit.embedding(torch.randint(500, (4096,)), table)
     y.backward(torch.randn_like(y))
@@ -48,7 +48,7 @@ def test_gradients_of_an_embedding_and_of_a_norms_weight_are_within_5_percent_of
 
 
 @for_each("options", [{"ratio": 0.5}, {"ratio": 2.0}, {"variance_fraction": 0.2}])
-def test_a_delayed_residual_has_the_gradient_of_the_weighted_sum_and_a_larger_one_inside(options):
+def test_a_residual_scales_only_the_gradients_inside_the_branch(options):
     x = torch.randn(20, 8, dtype=torch.float64, requires_grad=True)
     w = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
     grad = torch.randn(20, 8, dtype=torch.float64)
@@ -66,7 +66,7 @@ def test_a_delayed_residual_has_the_gradient_of_the_weighted_sum_and_a_larger_on
 
 
 def _cosines(constraint):
-    """The angle between scaled and true weight gradients of a net with a skip, whose branch's product has that rule."""
+    """Cosines between scaled and true weight gradients of a net whose residual branch has this constraint."""
     torch.manual_seed(0)
     weights = [
         torch.randn(n, m, dtype=torch.float64, requires_grad=True) for n, m in ((32, 16), (64, 32), (32, 64), (8, 32))
@@ -89,12 +89,12 @@ def _cosines(constraint):
     return [float(F.cosine_similarity(a.flatten(), b.flatten(), dim=0)) for a, b in zip(scaled, true, strict=True)]
 
 
-def test_with_the_cut_edge_rule_every_gradient_is_a_multiple_of_the_true_one():
+def test_constrained_gradients_are_multiples_of_the_true_ones():
     for constraint in ("to_output", "geometric_mean", "to_grad_input"):
         assert _cosines(constraint) == pytest.approx([1.0] * 4, abs=1e-9)
 
 
-def test_without_it_in_a_branch_the_gradient_before_the_split_turns_and_others_do_not():
+def test_an_unconstrained_branch_turns_only_gradients_before_the_split():
     first, *others = _cosines("none")
     assert 0.9 < first < 0.999
     assert others == pytest.approx([1.0] * 3, abs=1e-9)
@@ -105,7 +105,7 @@ def _error(x, w, exact):
     return float((cast - exact).norm() / exact.norm())
 
 
-def test_fp8_takes_numbers_of_unit_size_by_a_plain_cast_and_small_ones_not():
+def test_a_plain_fp8_cast_keeps_unit_scale_values_and_loses_small_ones():
     x, w = torch.randn(512, 256), torch.randn(256, 512)
     assert _error(x, w, x @ w) == pytest.approx(0.037, abs=0.002)
     for power, error, zeros in ((6, 0.047, 0.05), (8, 0.147, 0.20), (10, 0.575, 0.68), (12, 1.0, 1.0)):

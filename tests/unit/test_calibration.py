@@ -1,4 +1,5 @@
-"""Measured factors are the derived ones, to within the error that they state; and scale an operation that has none."""
+"""Measured scale factors equal the derived ones within their stated error; calibrate scales an operation that has
+none."""
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ DERIVED = {
 
 
 @for_each("case", list(DERIVED))
-def test_measured_factors_are_the_derived_ones_within_four_standard_errors(case):
+def test_measured_factors_equal_derived_ones_within_4_standard_errors(case):
     op, shapes, derived = DERIVED[case]
     measured = unit.calibrate(op, shapes)
     found = [measured.output, *[factor for factor in measured.grad_inputs if factor is not None]]
@@ -44,21 +45,21 @@ def test_measured_factors_are_the_derived_ones_within_four_standard_errors(case)
 
 
 @for_each("keys, causal", [(16, False), (64, False), (64, True)])
-def test_attentions_factor_is_the_measured_one_of_its_output(keys, causal):
+def test_attentions_factor_equals_the_measured_one_of_its_output(keys, causal):
     op = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1 / 64)  # noqa: E731
     measured = unit.calibrate(op, [(4, 8, keys, 64)] * 3)
-    error = 4 * measured.errors[0] + 0.002  # logits are not quite normal
+    error = 4 * measured.errors[0] + 0.002  # logits are not exactly normal
     assert measured.output == pytest.approx(factors.attention(keys, keys, 64, is_causal=causal), rel=error)
 
 
-def test_the_published_constants_are_measured():
+def test_activation_factors_equal_the_published_ones():
     """Blake et al. 2023, from their notebook of measured operations."""
     published = {"relu": (1.713, 1.414), "gelu": (1.701, 1.481), "tanh": (1.593, 1.468), "sigmoid": (4.802, 4.722)}
     for name, expected in published.items():
         assert factors.activation(name) == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_calibration_is_the_operation_with_its_factors():
+def test_a_calibrated_operation_applies_the_measured_factors():
     cube = unit.calibrate(lambda x, power: x**power, [N, torch.tensor(3)])
     assert cube.grad_inputs[1] is None
     x = torch.randn(400, 300, requires_grad=True)
@@ -73,7 +74,7 @@ def test_a_calibration_is_the_operation_with_its_factors():
         cube(x)
 
 
-def test_a_measurement_is_a_function_of_its_seed_and_moves_no_other():
+def test_calibration_depends_on_its_seed_and_keeps_torchs_rng_state():
     before = torch.get_rng_state()
     first, second, other = (unit.calibrate(lambda x: F.dropout(x), [N], seed=seed) for seed in (3, 3, 4))
     assert (first.output, first.grad_inputs, first.errors) == (second.output, second.grad_inputs, second.errors)
@@ -95,7 +96,7 @@ def test_a_measurement_is_a_function_of_its_seed_and_moves_no_other():
         (torch.log, [N], "expected positive, finite numbers"),
     ],
 )
-def test_what_has_no_factors_is_an_error(op, shapes, message):
+def test_operations_without_factors_raise(op, shapes, message):
     with pytest.raises(ModelError, match=message):
         unit.calibrate(op, shapes)
     with pytest.raises(ModelError, match="expected one or more"):

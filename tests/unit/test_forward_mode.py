@@ -1,4 +1,4 @@
-"""Forward-mode derivatives of scaled functions are those of their values; a function that has none says so."""
+"""Forward-mode derivatives of scaled functions equal finite differences; functions without one raise."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_tangents_are_differences_of_values(name):
+def test_tangents_equal_finite_differences(name):
     function, x, t = FUNCTIONS[name], draw(4, 5), draw(4, 5, seed=1)
     expected = (function(x + 1e-6 * t) - function(x - 1e-6 * t)) / 2e-6
     _, found = torch.func.jvp(function, (x,), (t,))
@@ -69,7 +69,7 @@ class Branched(nn.Module):
 
 
 @pytest.mark.parametrize("model", [Branched(), nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 3))])
-def test_tangents_of_a_model_that_was_scaled(model):
+def test_tangents_of_a_unit_scaled_model_equal_finite_differences(model):
     x = draw(4, 5).float()
     halfstep.unit_scale(model, x)
     found, expected = torch.func.jvp(model, (x,), (x,))[1], (model(1.001 * x) - model(0.999 * x)) / 0.002
@@ -77,7 +77,7 @@ def test_tangents_of_a_model_that_was_scaled(model):
 
 
 class Twice(torch.autograd.Function):
-    """Without a tangent."""
+    """An autograd Function without a forward-mode derivative."""
 
     generate_vmap_rule = True
 
@@ -94,7 +94,7 @@ class Twice(torch.autograd.Function):
         return 2 * grad
 
 
-def test_what_has_no_tangent_says_so():
+def test_a_function_without_a_forward_mode_derivative_raises():
     x = draw(4, 5)
     with pytest.raises(ModelError, match=r"forward-mode derivative .* operation that has none: take reverse"):
         torch.func.jvp(lambda x: run(Twice, x), (x,), (x,))

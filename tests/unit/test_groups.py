@@ -1,4 +1,4 @@
-"""Parameter groups: factors by role, whatever the optimizer, and errors where nothing tells."""
+"""Parameter groups: learning rates and decays by role and optimizer, and errors."""
 
 import copy
 
@@ -29,7 +29,7 @@ def mlp(width, layers=2):
 
 
 def rates(model, *args, **options):
-    """By name: the learning rate and the decay of the group it is in."""
+    """The learning rate and weight decay of each parameter's group, by parameter name."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = parameter_groups(model, *args, **options)
     return {names[p]: (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
@@ -40,8 +40,8 @@ ADAM_LIKE = [torch.optim.AdamW, torch.optim.Adam, torch.optim.Adafactor, Lion, L
 
 @pytest.mark.parametrize("optimizer", ADAM_LIKE)
 @pytest.mark.parametrize("name", ["umup", "munit"])
-def test_factors_from_width_256_to_1024(optimizer, name):
-    """Sheet, section 2 test 3 and section 3 test 6."""
+def test_learning_rates_from_width_256_to_1024(optimizer, name):
+    """Hidden weights' learning rate falls with the square root of the width; u-muP's embeddings' too."""
     small, large = (rates(mlp(w), optimizer, lr=1.0, parametrization=name) for w in (256, 1024))
     ratio = {key: large[key][0] / small[key][0] for key in small}
     assert ratio["hidden.0.weight"] == 0.5
@@ -53,7 +53,7 @@ def test_factors_from_width_256_to_1024(optimizer, name):
 HIDDEN = ("hidden.0.weight", "hidden.1.weight")
 
 
-def test_munit_from_a_base_width():
+def test_munit_learning_rates_from_a_base_width():
     rule = get_parametrization("munit", base_width=256, width=1024)
     found = rates(mlp(1024), "lion", lr=0.5, parametrization=rule, decay="coupled")
     assert found["hidden.0.weight"][0] == 0.25
@@ -64,12 +64,12 @@ def test_munit_from_a_base_width():
         get_parametrization("munit", width=512)
 
 
-def test_the_standard_one_has_one_learning_rate():
+def test_the_standard_parametrization_has_one_learning_rate():
     assert len(parameter_groups(mlp(64), torch.optim.SGD, lr=0.1, parametrization="standard")) == 1
     assert list_parametrizations() == ("munit", "standard", "umup")
 
 
-def test_depth_divides_by_its_root_under_umup():
+def test_umup_divides_learning_rates_by_the_root_of_the_depth():
     model = mlp(64, layers=4)
     plain = rates(model, torch.optim.AdamW, lr=1.0)
     set_depth(model["hidden"], 4)
@@ -77,7 +77,7 @@ def test_depth_divides_by_its_root_under_umup():
     assert all(deep[key][0] == plain[key][0] * (0.5 if key.startswith("hidden") else 1.0) for key in plain)
 
 
-def test_sgd_follows_its_readouts_constraint():
+def test_sgd_learning_rates_depend_on_the_readouts_constraint():
     model = mlp(64)
     assert rates(model, torch.optim.SGD, lr=1.0, readout_constraint="none") == rates(model, "adamw", lr=1.0)
     tied = rates(model, torch.optim.SGD, lr=1.0, readout_constraint="to_output")
@@ -97,7 +97,7 @@ def test_sgd_follows_its_readouts_constraint():
         parameter_groups(model, torch.optim.SGD, lr=1.0, parametrization="munit")
 
 
-def test_independent_decay_is_the_shrink_at_the_peak():
+def test_independent_decay_divides_by_the_learning_rate():
     for lr, decay in rates(mlp(64), torch.optim.AdamW, lr=0.25, weight_decay=2**-10).values():
         assert lr * decay == 2**-10
     coupled = rates(mlp(64), torch.optim.AdamW, lr=0.25, weight_decay=0.5, decay="coupled")
@@ -105,13 +105,13 @@ def test_independent_decay_is_the_shrink_at_the_peak():
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_decoupled_decay_multiplies_whatever_the_learning_rate(optimizer):
+def test_decoupled_decay_does_not_depend_on_the_peak_learning_rate(optimizer):
     model = mlp(16).double()
     groups = parameter_groups(model, optimizer, lr=0.5, weight_decay=0.25, decay="decoupled", readout_constraint="none")
     stepped = optimizer(groups)
     decouple_decay(stepped)
     schedule = torch.optim.lr_scheduler.LambdaLR(stepped, lambda step: (1.0, 0.1, 0.0, 0.3, 1.0)[step])
-    for factor in (0.75, 0.75, 1.0, 0.75):  # nothing moves, nor decays, where the learning rate is zero
+    for factor in (0.75, 0.75, 1.0, 0.75):  # a learning rate of zero stops decay too
         before = [p.detach().clone() for p in model.parameters()]
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -121,7 +121,7 @@ def test_decoupled_decay_multiplies_whatever_the_learning_rate(optimizer):
         schedule.step()
 
 
-def test_decoupled_decay_refuses_what_it_cannot_do():
+def test_decoupled_decay_of_unfit_optimizers_raises():
     with pytest.raises(OptimizerError, match="no group of this optimizer has decay_per_step"):
         decouple_decay(torch.optim.SGD(mlp(4).parameters(), lr=1.0))
     groups = parameter_groups(
@@ -131,7 +131,7 @@ def test_decoupled_decay_refuses_what_it_cannot_do():
         decouple_decay(torch.optim.SGD(groups, momentum=0.9))
 
 
-def test_groups_of_ones_own_keep_their_options():
+def test_given_groups_keep_their_options():
     model = mlp(16)
     own = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.5, "betas": (0.5, 0.6)},
@@ -146,7 +146,7 @@ def test_groups_of_ones_own_keep_their_options():
         assert matrices or group["lr"] == 2.0
 
 
-def test_a_scheduler_keeps_the_factors():
+def test_a_scheduler_keeps_the_ratios_of_learning_rates():
     groups = parameter_groups(mlp(64), torch.optim.AdamW, lr=1.0)
     peaks = [group["lr"] for group in groups]
     optimizer = torch.optim.AdamW(groups)
@@ -156,7 +156,7 @@ def test_a_scheduler_keeps_the_factors():
     assert [group["lr"] for group in optimizer.param_groups] == [0.5 * peak for peak in peaks]
 
 
-def test_frozen_and_tied_parameters():
+def test_groups_of_frozen_and_tied_parameters():
     model = mlp(16)
     model["extra"] = nn.Linear(4, 4)  # without a role, frozen: left out
     model["extra"].requires_grad_(False)
@@ -176,7 +176,7 @@ def test_frozen_and_tied_parameters():
     assert rates(tied, "lion", lr=1.0) == {"token.weight": (1.0, 0.0)}
 
 
-def test_what_is_refused():
+def test_invalid_arguments_raise():
     model = mlp(8)
     with pytest.raises(OptimizerError, match=r"unknown optimizer 'Muon'.*give optimizer='adamw' if its step stays"):
         parameter_groups(model, type("Muon", (torch.optim.Optimizer,), {}), lr=1.0)
@@ -204,7 +204,7 @@ def test_what_is_refused():
         parameter_groups(model, "adamw", lr=1.0, parametrization="mup")
 
 
-def test_subclasses_are_of_their_kind():
+def test_optimizer_subclasses_have_the_kind_of_their_base():
     assert optimizer_kind(type("MyAdamW", (torch.optim.AdamW,), {})).decoupled
     assert optimizer_kind(type("Mine", (torch.optim.SGD,), {})).rule == "sgd"
 

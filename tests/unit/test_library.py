@@ -1,4 +1,4 @@
-"""The unit-scaling library 0.3.5 has the same factors where its models are exact; where not, how far it is off."""
+"""The factors of the unit-scaling library 0.3.5 are equal where its models are exact; else by the stated ratio."""
 
 import math
 import re
@@ -32,7 +32,7 @@ def passes(function, leaves):
 
 
 def ratios(ours, theirs, shapes):
-    """What the library's numbers are multiplied by to give ours: of the output and each gradient; one number each."""
+    """The ratios of our numbers to the library's: of the output and of each gradient, one float each."""
     leaves = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
     found = []
     for one, other in zip(passes(ours, leaves), passes(theirs, leaves), strict=True):
@@ -115,7 +115,7 @@ def _residual(library, x, name):
         if rule == "to_output" or (tied is not None and (tied or rule != "to_grad_input"))
     ],
 )
-def test_the_same_factors(case, rule):
+def test_factors_equal_the_librarys_where_its_models_are_exact(case, rule):
     ours, theirs, shapes, tied = EXACT[case]
     if tied is not None:
         found = ratios(lambda *t: ours(*t, constraint=rule), lambda *t: theirs(*t, constraint=RULES[rule]), shapes)
@@ -165,7 +165,7 @@ DIFFERENT = {
 
 
 @for_each("case", list(DIFFERENT))
-def test_how_far_its_models_are_off(case):
+def test_ratios_to_the_librarys_fitted_factors(case):
     ours, theirs, shapes, expected = DIFFERENT[case]
     found = ratios(ours, theirs, shapes)
     if case == "attention":
@@ -175,8 +175,8 @@ def test_how_far_its_models_are_off(case):
     assert found == pytest.approx(expected, rel=2e-3)
 
 
-def test_dropout_is_the_librarys():
-    """What is left is multiplied by (1 - p)^-1/2, forward and backward."""
+def test_dropout_equals_the_librarys():
+    """Kept elements are multiplied by (1 - p)^-1/2, forward and backward."""
     for dropout in (unit.dropout, U.dropout):
         x = torch.randn(4, 500, dtype=torch.float64).requires_grad_()
         y = dropout(x, 0.3)
@@ -187,7 +187,7 @@ def test_dropout_is_the_librarys():
         torch.testing.assert_close(grad, torch.where(kept, 0.7**-0.5, 0.0).double(), rtol=1e-6, atol=0)
 
 
-def test_it_refuses_the_smoothing_of_labels():
+def test_the_library_raises_for_label_smoothing():
     with pytest.raises(ValueError, match="label_smoothing"):
         U.cross_entropy(torch.zeros(4, 6), torch.zeros(4, dtype=torch.long), label_smoothing=0.1)
 
@@ -199,13 +199,13 @@ def test_every_operation_of_the_library_is_compared():
     assert named >= {*U.__all__}, {*U.__all__} - named
 
 
-def test_it_scales_in_evaluation_what_dropout_leaves_as_it_is():
+def test_only_the_library_scales_dropout_in_evaluation():
     x = torch.randn(8)
     assert unit.dropout(x, 0.5, training=False) is x
     torch.testing.assert_close(U.dropout(x, 0.5, training=False), x * 0.5**0.5)
 
 
-def test_it_divides_a_mean_by_ignored_targets_too():
+def test_only_the_library_counts_ignored_targets_in_a_mean():
     logits, target = torch.randn(4, 6), torch.tensor([1, -100, 2, -100])
     torch.testing.assert_close(unit.cross_entropy(logits, target), 2 * U.cross_entropy(logits, target))
     torch.testing.assert_close(unit.cross_entropy(logits, target), torch.nn.functional.cross_entropy(logits, target))

@@ -1,4 +1,4 @@
-"""unit.Linear and unit.LinearReadout: unit scale, roles, and any recipe's operands beside their factors."""
+"""unit.Linear and unit.LinearReadout: unit scale, roles, and recipes that round their operands."""
 
 import copy
 import pickle
@@ -29,13 +29,13 @@ def stds(layer, rows=512):
         (SAME, (1, 2, (512 / 256) ** 0.5)),
     ],
 )
-def test_the_sheets_linear_layer(constraint, expected):
-    """256 -> 1024, 512 rows (sheet, section 1 test 1)."""
+def test_standard_deviations_by_constraint(constraint, expected):
+    """256 -> 1024, 512 rows."""
     torch.manual_seed(0)
     assert stds(Linear(256, 1024, constraint=constraint)) == pytest.approx(expected, rel=0.02)
 
 
-def test_a_readout_shrinks_with_the_width():
+def test_a_readouts_output_shrinks_with_the_root_of_the_width():
     torch.manual_seed(0)
     for width in (64, 1024):
         y, dx, dw = stds(LinearReadout(width, 100))
@@ -48,7 +48,7 @@ def test_the_same_factor_gives_the_true_gradients():
     layer, x = Linear(48, 80, bias=True, constraint=SAME).double(), torch.randn(7, 48, dtype=torch.float64)
     layer.bias.data.normal_()
     true = [t.detach().clone().requires_grad_() for t in (x, layer.weight, layer.bias)]
-    expected = nn.functional.linear(true[0], true[1] * 48**-0.5)  # the bias is added to what was multiplied
+    expected = nn.functional.linear(true[0], true[1] * 48**-0.5)  # the bias is added after the factor
     x = x.requires_grad_()
     y = layer(x)
     torch.testing.assert_close(y, expected + layer.bias, rtol=1e-12, atol=1e-12)
@@ -59,7 +59,7 @@ def test_the_same_factor_gives_the_true_gradients():
         torch.testing.assert_close(mine.grad, tensor.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_names_roles_and_copies():
+def test_state_dicts_copies_and_roles():
     layer = Linear(6, 4, bias=True, ends_branch=True)
     assert list(layer.state_dict()) == list(nn.Linear(6, 4).state_dict())
     assert not Linear(6, 4).bias
@@ -74,7 +74,7 @@ def test_names_roles_and_copies():
 
 @pytest.mark.parametrize("recipe", ["bf16-mixed", "fp16-mixed-unscaled", "bf16-nomaster", "fp8-current", "mxfp8"])
 def test_recipes_round_operands_and_keep_the_factors(recipe):
-    """What a recipe gives differs from float32 by its rounding alone, and is not the stock layer's."""
+    """The output differs from float32 by the recipe's rounding alone."""
     torch.manual_seed(0)
     model = nn.Sequential(Linear(64, 256, bias=True), nn.Tanh(), Linear(256, 32))
     x = torch.randn(128, 64)
@@ -102,7 +102,7 @@ def test_a_recipe_without_rules_equals_the_layer_under_autocast():
     assert torch.equal(followed(x), expected.float())
 
 
-def test_a_copy_of_a_following_model_keeps_its_factors():
+def test_a_copy_of_a_model_under_a_recipe_keeps_its_factors():
     model = nn.Sequential(Linear(64, 64))
     halfstep.apply(model, "fp8-current")
     x = torch.randn(8, 64)

@@ -1,4 +1,4 @@
-"""Modules of unit scale: the sheet's figures, torch's names, copies, and the official library's numbers."""
+"""Unit-scaled modules: published figures, torch's parameter names, copies, and the official library's values."""
 
 import copy
 import pickle
@@ -18,7 +18,7 @@ from halfstep.errors import ModelError
 F64 = torch.float64
 
 
-def backward(module, x, grad):
+def forward_and_backward(module, x, grad):
     """The output, the input's gradient and those of the weights, by name."""
     x = x.clone().requires_grad_()
     y = module(x)
@@ -26,14 +26,14 @@ def backward(module, x, grad):
     return y.detach(), x.grad, {name: p.grad for name, p in module.named_parameters()}
 
 
-# ---- the sheet ------------------------------------------------------------------------------------------------------
+# ---- published figures ----------------------------------------------------------------------------------------------
 
 
-def test_a_transformers_layer_is_of_unit_scale():
-    """uu.TransformerLayer(128, 2 heads, tau .5): y 1.01, dx 1.11, weights' gradients .65 to 1.12 (section 1 test 5)."""
+def test_a_transformer_layer_has_unit_scale():
+    """uu.TransformerLayer(128, 2 heads, tau .5): y 1.01, dx 1.11, weights' gradients .65 to 1.12."""
     torch.manual_seed(0)
     layer = unit.TransformerLayer(128, 2, ratios=(0.5, 0.5), is_causal=False)
-    y, dx, grads = backward(layer, torch.randn(8, 64, 128), torch.randn(8 * 64 * 128))
+    y, dx, grads = forward_and_backward(layer, torch.randn(8, 64, 128), torch.randn(8 * 64 * 128))
     assert float(y.std()) == pytest.approx(1.01, abs=0.03)
     assert float(dx.std()) == pytest.approx(1.11, abs=0.04)
     stds = [float(grad.std()) for grad in grads.values()]
@@ -43,8 +43,9 @@ def test_a_transformers_layer_is_of_unit_scale():
 
 
 @for_each("count,softmax", [(16, 0.1326), (64, 0.0383), (256, 0.0102), (1024, 0.0026)])
-def test_variance_of_attention(count, softmax):
-    """Over so many independent values: softmax's falls as e / k, the square root's is 1 (section 3 test 1)."""
+def test_variance_of_softmax_and_square_root_attention(count, softmax):
+    """Over `count` independent values: softmax attention's variance falls as e / count, square root attention's is
+    1."""
     q, k, v = _attention_inputs(count)
     plain = torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, dim=-1) @ v
     square = unit.square_root_attention(q, k, v, mult=q.shape[-1] ** 0.5)
@@ -60,8 +61,8 @@ def _attention_inputs(count):
 
 @pytest.mark.slow
 @for_each("count", [16, 64, 256])
-def test_values_that_repeat_make_the_square_roots_variance_grow(count):
-    """Why munit scaling leaves it off (section 3 test 2)."""
+def test_repeated_values_raise_the_variance_of_square_root_attention(count):
+    """Why munit scaling leaves it off."""
     q, k, v = _attention_inputs(count)
     four, all_ = v[:, : count // 4].repeat_interleave(4, 1), v[:, :1].expand_as(v)
     mult = q.shape[-1] ** 0.5
@@ -82,14 +83,14 @@ def test_square_root_attention_has_finite_gradients_behind_a_mask():
     assert torch.equal(one, unit.square_root_attention(q, k, v, attn_mask=kept))
     assert torch.equal(one, unit.square_root_attention(q, k, v, attn_mask=torch.zeros(6, 6).masked_fill(~kept, -1e9)))
     assert torch.autograd.gradcheck(lambda q, k, v: unit.square_root_attention(q, k, v, is_causal=True), (q, k, v))
-    torch.testing.assert_close(one[..., 0, :], v[..., 0, :])  # the first place attends to itself
+    torch.testing.assert_close(one[..., 0, :], v[..., 0, :])  # the first position attends to itself
 
 
-# ---- where norms stand, and what is refused -------------------------------------------------------------------------
+# ---- positions of norms, and errors ---------------------------------------------------------------------------------
 
 
 @for_each("place", ["pre", "post", "res-post"])
-def test_norms_stand_where_they_are_said_to(place):
+def test_norms_are_applied_at_the_given_place(place):
     torch.manual_seed(0)
     layer = unit.TransformerLayer(32, 4, place=place, norm="layer", mlp="gelu", ratios=(0.5, 0.25)).double()
     x = torch.randn(2, 5, 32, dtype=F64)
@@ -104,7 +105,7 @@ def test_norms_stand_where_they_are_said_to(place):
 
 
 @for_each("options", [{"square_root": True}, {"dropout": 0.1}, {"affine": True, "bias": True}, {"mlp": "gelu"}])
-def test_options_train_and_stay_causal(options):
+def test_layers_with_options_train_and_stay_causal(options):
     torch.manual_seed(0)
     layer = unit.TransformerLayer(32, 4, **options)
     x = torch.randn(3, 7, 32, requires_grad=True)
@@ -117,7 +118,7 @@ def test_options_train_and_stay_causal(options):
     assert not torch.allclose(layer(later)[:, 4:], layer(x)[:, 4:])
 
 
-def test_wrong_words_are_errors():
+def test_invalid_arguments_raise():
     with pytest.raises(ModelError, match="unknown place of a transformer's layer 'after'"):
         unit.TransformerLayer(8, 2, place="after")
     with pytest.raises(ModelError, match="3 heads for a width of 8 given"):
@@ -131,7 +132,7 @@ def test_wrong_words_are_errors():
 # ---- stacks ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_stack_tells_its_depth_and_its_ratios():
+def test_a_stack_sets_depth_and_residual_ratios():
     stack = unit.TransformerStack(4, 16, 2)
     assert {role.depth for role in unit.roles(stack).values()} == {4}
     ratios = [ratio for layer in stack for ratio in layer.ratios]
@@ -147,12 +148,12 @@ def test_a_stack_of_many_layers_keeps_its_scale():
     torch.manual_seed(0)
     for options in ({}, {"place": "res-post", "constraint": unit.SAME, "residual": unit.fixed(0.2), "mult": 4.0}):
         stack = unit.TransformerStack(8, 64, 4, mlp="gelu", norm="layer", **options)
-        y, _, _ = backward(stack, torch.randn(8, 32, 64), torch.randn(8 * 32 * 64))
-        # Norms at the ends of branches hold it; else places that attend alike add up, as in the official library.
+        y, _, _ = forward_and_backward(stack, torch.randn(8, 32, 64), torch.randn(8 * 32 * 64))
+        # Norms at the ends of branches keep it; else positions with alike attention add up, as in the official library.
         assert 0.85 < float(y.std()) < (1.15 if options else 1.5)
 
 
-# ---- torch's own ----------------------------------------------------------------------------------------------------
+# ---- torch's modules ------------------------------------------------------------------------------------------------
 
 
 PAIRS = [
@@ -166,7 +167,7 @@ PAIRS = [
 
 
 @for_each("mine,stock", PAIRS)
-def test_state_dicts_are_the_stock_layers(mine, stock):
+def test_state_dicts_equal_the_stock_layers(mine, stock):
     assert {k: v.shape for k, v in mine.state_dict().items()} == {k: v.shape for k, v in stock.state_dict().items()}
     stock.load_state_dict(mine.state_dict())
     copy.deepcopy(mine).load_state_dict(stock.state_dict())
@@ -174,7 +175,7 @@ def test_state_dicts_are_the_stock_layers(mine, stock):
 
 
 @for_each("mine,stock", [(unit.LayerNorm(6), nn.LayerNorm(6)), (unit.RMSNorm(6), nn.RMSNorm(6, eps=1e-5))])
-def test_norms_have_the_stock_values(mine, stock):
+def test_norms_equal_the_stock_ones(mine, stock):
     torch.manual_seed(0)
     x = torch.randn(3, 6)
     torch.testing.assert_close(mine(x), stock(x))
@@ -193,10 +194,10 @@ def test_linear_layers_agree_with_the_library():
         (unit.LinearReadout(48, 80), uu.LinearReadout(48, 80)),
     ):
         theirs.load_state_dict(mine.state_dict())
-        _agree(backward(mine.double(), x, grad), backward(theirs.double(), x, grad))
+        _agree(forward_and_backward(mine.double(), x, grad), forward_and_backward(theirs.double(), x, grad))
 
 
-def test_norms_and_tables_agree_with_the_library():
+def test_norms_and_embeddings_agree_with_the_library():
     torch.manual_seed(0)
     x, grad = torch.randn(12, 48, dtype=F64), torch.randn(12 * 48, dtype=F64)
     for mine, theirs in (
@@ -204,7 +205,7 @@ def test_norms_and_tables_agree_with_the_library():
         (unit.RMSNorm(48, elementwise_affine=True), uu.RMSNorm(48, elementwise_affine=True)),
     ):
         rtol = 1e-5 if isinstance(mine, nn.RMSNorm) else 1e-9  # the library's takes the mean in float32
-        _agree(backward(mine.double(), x, grad), backward(theirs.double(), x, grad), rtol)
+        _agree(forward_and_backward(mine.double(), x, grad), forward_and_backward(theirs.double(), x, grad), rtol)
     mine, theirs, places = unit.Embedding(9, 48), uu.Embedding(9, 48), torch.randint(0, 9, (3, 4))
     theirs.load_state_dict(mine.state_dict())
     for table in (mine, theirs):
@@ -223,8 +224,7 @@ RENAMED = {
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_stack_agrees_with_the_library(is_causal, monkeypatch):
-    """Values and gradients, but for the factors of the gate and of attention, which the library fits and we integrate:
-    it is given ours."""
+    """Values and gradients, given our factors of the gate and of attention, which the library fits and we integrate."""
     library = uu._modules.U
     monkeypatch.setattr(library, "silu_glu", unit.gated_silu)
     monkeypatch.setattr(library, "scaled_dot_product_attention", unit.scaled_dot_product_attention)
@@ -233,8 +233,8 @@ def test_a_stack_agrees_with_the_library(is_causal, monkeypatch):
     theirs = TransformerStack(layers=3, hidden_size=32, heads=4, is_causal=is_causal).double()
     theirs.load_state_dict({_renamed(name): p for name, p in mine.state_dict().items()})
     x, grad = torch.randn(2, 9, 32, dtype=F64), torch.randn(2 * 9 * 32, dtype=F64)
-    y, dx, grads = backward(mine, x, grad)
-    _agree((y, dx, {_renamed(name): g for name, g in grads.items()}), backward(theirs, x, grad), 1e-5)
+    y, dx, grads = forward_and_backward(mine, x, grad)
+    _agree((y, dx, {_renamed(name): g for name, g in grads.items()}), forward_and_backward(theirs, x, grad), 1e-5)
 
 
 def _renamed(name):
@@ -263,7 +263,7 @@ def test_residual_ratios_agree_with_the_library():
     ],
 )
 def test_learning_rates_and_decays_agree_with_the_librarys_optimizers(theirs, mine, constraint):
-    """On its own decoder with our roles; but Adam's decay, which it normalises, is refused here."""
+    """On its own decoder with our roles; but Adam's decay, which the library normalizes, raises here."""
     options = {"readout_constraint": f"{constraint}_scale"} if constraint else {}
     decay = 0.0 if mine is torch.optim.Adam else 2**-10
     decoder = uu.TransformerDecoder(32, 50, layers=3, heads=4)
@@ -288,7 +288,7 @@ CONVOLUTIONS = [
 
 
 @for_each("mine,stock,sizes,options", CONVOLUTIONS)
-def test_convolutions_are_the_stock_ones_times_their_factor(mine, stock, sizes, options):
+def test_convolutions_equal_the_stock_ones_times_their_factor(mine, stock, sizes, options):
     torch.manual_seed(0)
     layer = mine(*sizes, **options)
     other = stock(*sizes, **{"bias": False, **options})

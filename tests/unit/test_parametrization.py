@@ -1,4 +1,5 @@
-"""u-muP and munit scaling do what they say: abc-symmetry, equal shares of variance, sizes that hold with width."""
+"""u-muP and munit scaling: abc-symmetry, equal shares of variance, and activation sizes that do not change with
+width."""
 
 import math
 
@@ -17,12 +18,12 @@ WIDTHS = (64, 256, 512)
 ALL_WIDTHS = (64, 128, 256, 512, 1024, 2048)
 
 
-# ---- sheet, section 2 test 1 ----------------------------------------------------------------------------------------
+# ---- abc-symmetry ---------------------------------------------------------------------------------------------------
 
 
-def test_training_is_the_same_under_mup_and_umup():
-    """The hidden layers of a 3-layer MLP under muP (A = 1, B = m^-1/2, C = 1 / m) and under u-muP (A = m^-1/2, B = 1,
-    C = m^-1/2), 20 steps of Adam with eps = 0: one of the other by t = m^-1/2."""
+def test_losses_are_equal_under_mup_and_umup():
+    """The hidden layers of a 3-layer MLP under muP (A = 1, B = m^-1/2, C = 1 / m) and under u-muP (A = m^-1/2, B = 1, C
+    = m^-1/2), 20 steps of Adam with eps = 0: abc-symmetry with t = m^-1/2."""
     torch.manual_seed(0)
     width, data, target = 64, torch.randn(32, 8, dtype=torch.float64), torch.randn(32, 1, dtype=torch.float64)
     shapes, kinds = [(width, 8), (width, width), (1, width)], ("input", "hidden", "readout")
@@ -58,11 +59,11 @@ def test_training_is_the_same_under_mup_and_umup():
     assert float((one - wrong).abs().max()) > 1e-3
 
 
-# ---- sheet, section 2 test 2, and section 3 test 3 ------------------------------------------------------------------
+# ---- residual ratios ------------------------------------------------------------------------------------------------
 
 
 def shares(scheme, layers):
-    """The parts of the output's variance: the embedding, and each residual layer."""
+    """The shares of the output's variance: of the embedding, and of each residual layer."""
     parts = [1.0]
     for index in range(layers):
         square = scheme(index, layers) ** 2
@@ -70,27 +71,27 @@ def shares(scheme, layers):
     return parts
 
 
-def test_the_sheets_ratios():
+def test_residual_ratios_of_eight_branches():
     found = [unit.equal_shares()(index, 8) for index in range(8)]
     assert [round(ratio, 4) for ratio in found] == [0.5, 0.4472, 0.4082, 0.3780, 0.3536, 0.3333, 0.3162, 0.3015]
 
 
 @pytest.mark.parametrize("layers", [2, 8, 64])
-def test_equal_shares(layers):
+def test_equal_shares_of_the_variance(layers):
     parts = shares(unit.equal_shares(), layers)
     assert (parts[0], sum(parts[1::2]), sum(parts[2::2])) == pytest.approx((1 / 3,) * 3, rel=1e-12)
     assert max(parts[1:]) == pytest.approx(min(parts[1:]), rel=1e-12)
 
 
 @for_each("mult,ratio", [(0.5, 1.0), (2.0, 1.0), (1.0, 0.25), (1.5, 3.0)])
-def test_the_two_multipliers(mult, ratio):
+def test_equal_shares_multipliers_set_the_variance_ratios(mult, ratio):
     parts = shares(unit.equal_shares(mult, ratio), 12)
     attention, mlp = sum(parts[1::2]), sum(parts[2::2])
     assert attention / mlp == pytest.approx(ratio**2, rel=1e-12)
     assert (attention + mlp) / 2 / parts[0] == pytest.approx(mult**2, rel=1e-12)
 
 
-def test_the_other_schemes():
+def test_running_mean_and_fixed_ratios_and_invalid_schemes():
     parts = shares(unit.running_mean(), 10)
     assert parts == pytest.approx([1 / 11] * 11, rel=1e-12)
     assert shares(unit.fixed(0.25), 1) == pytest.approx([0.75, 0.25], rel=1e-12)
@@ -109,7 +110,7 @@ def test_forty_layers_keep_the_variance(tau):
     assert float(x.var()) == pytest.approx(1.0, abs=0.01)
 
 
-# ---- sheet, section 2 test 4 ----------------------------------------------------------------------------------------
+# ---- activation sizes over widths -----------------------------------------------------------------------------------
 
 
 def mlp(width, parametrization):
@@ -155,7 +156,7 @@ def sizes_after(width, parametrization, lr, steps, seed=0):
 @pytest.mark.quick("umup-widths0")
 @pytest.mark.parametrize("widths", slow_unless(lambda widths: widths == (WIDTHS,), [(WIDTHS,), (ALL_WIDTHS,)]))
 @pytest.mark.parametrize("parametrization", ["umup", "munit"])
-def test_sizes_after_ten_steps_stay_with_the_width(parametrization, widths):
+def test_activation_sizes_after_ten_steps_do_not_depend_on_width(parametrization, widths):
     """Within 10 % of the middle, means of three seeds."""
     runs = [[sizes_after(width, parametrization, 0.1, 10, seed) for seed in range(3)] for width in widths]
     found = torch.tensor(runs).mean(1)
@@ -165,14 +166,14 @@ def test_sizes_after_ten_steps_stay_with_the_width(parametrization, widths):
 
 
 @pytest.mark.slow
-def test_sizes_after_ten_steps_grow_under_the_standard_parametrization():
+def test_logits_after_ten_steps_grow_under_the_standard_parametrization():
     small, large = (sizes_after(width, "standard", 0.01, 10)[1] for width in (64, 2048))
     assert large > 3 * small
 
 
 @pytest.mark.slow
-def test_logits_fall_with_the_root_of_the_width_before_training():
-    """By design, so the check is made after steps."""
+def test_initial_logits_fall_with_the_root_of_the_width():
+    """By design; other tests therefore compare sizes after some steps."""
     small, large = (
         torch.tensor([sizes_after(width, "umup", 0.1, 0, seed)[1] for seed in range(24)]).pow(2).mean().sqrt()
         for width in (64, 1024)
@@ -180,7 +181,7 @@ def test_logits_fall_with_the_root_of_the_width_before_training():
     assert math.log2(small / large) == pytest.approx(2.0, abs=0.25)
 
 
-def test_without_residual_branches_umup_and_munit_are_one_formula():
-    """Their gradients differ by a constant a layer, which Adam does not see."""
+def test_umup_and_munit_agree_without_residual_branches():
+    """Their gradients differ by a constant per layer, which Adam does not see."""
     found = torch.tensor([[sizes_after(64, name, 0.05, 5)] for name in ("umup", "munit")])
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=0)

@@ -1,4 +1,4 @@
-"""Every operation is of unit size, or of the size that its rule says, over random shapes."""
+"""Every operation has unit scale, or the scale of its constraint, over random shapes."""
 
 import math
 import re
@@ -14,14 +14,14 @@ from halfstep.unit import activations, factors, functions, modules
 
 
 SIZES = st.integers(24, 160)
-TIED = pytest.mark.filterwarnings("ignore:unit.* is broadcast to")  # which a test below is about
+TIED = pytest.mark.filterwarnings("ignore:unit.* is broadcast to")  # tested below
 RULES = {
     "none": lambda output, *grads: (output, *grads),
     "geometric_mean": lambda *f: (math.prod(f) ** (1 / len(f)),) * len(f),
     "to_output": lambda output, *grads: (output,) * (1 + len(grads)),
     "to_grad_input": lambda output, *grads: (math.prod(grads) ** (1 / len(grads)),) * (1 + len(grads)),
 }
-"""The rules once more, written out."""
+"""The constraints' formulas, written independently."""
 
 EXCEPTIONS = {
     "attention": "one factor for all: q and k have gradients as small as softmax's derivative is",
@@ -30,11 +30,11 @@ EXCEPTIONS = {
     "edges": "a convolution's places at the edges of its input stand in fewer windows, so their gradients are smaller",
     "square root": "its weights are functions of each other: it has no factor, and torch's gradients",
 }
-"""All that is not of unit size when nothing is tied, and why; each has a test of its own below."""
+"""The operations without unit scale when unconstrained, and why; each has a test below."""
 
 
 def sizes(op, *tensors, grads=True):
-    """The deviation of the output, and the root mean square of each input's gradient."""
+    """The standard deviation of the output, and the root mean square of each input's gradient."""
     leaves = [t.requires_grad_() for t in tensors]
     y = op(*leaves)
     found = torch.autograd.grad(y, leaves, torch.randn_like(y))
@@ -42,7 +42,7 @@ def sizes(op, *tensors, grads=True):
 
 
 def predicted(rule, *ideal):
-    """What size an output and tied gradients have under a rule, whose ideal factors these are."""
+    """The scales of an output and its gradients under a constraint, from the ideal factors."""
     return [factor / alone for factor, alone in zip(RULES[rule](*ideal), ideal, strict=True)]
 
 
@@ -52,7 +52,7 @@ def assert_sizes(found, expected):
 
 @settings(max_examples=30)
 @given(b=st.integers(80, 300), m=SIZES, n=SIZES, rule=st.sampled_from(list(RULES)))
-def test_linear(b, m, n, rule):
+def test_linear_has_the_scale_of_its_constraint(b, m, n, rule):
     torch.manual_seed(b + m + n)
     op = lambda x, w: unit.linear(x, w, constraint=rule)  # noqa: E731
     assert_sizes(sizes(op, torch.randn(b, m), torch.randn(n, m)), [*predicted(rule, m**-0.5, n**-0.5), 1])
@@ -60,7 +60,7 @@ def test_linear(b, m, n, rule):
 
 @settings(max_examples=10)
 @given(b=st.integers(80, 300), m=SIZES, n=SIZES)
-def test_a_readout_is_smaller_by_the_root_of_its_fan_in(b, m, n):
+def test_a_readouts_output_is_smaller_by_the_root_of_its_fan_in(b, m, n):
     assert "readout" in EXCEPTIONS
     torch.manual_seed(b + m + n)
     assert_sizes(sizes(unit.linear_readout, torch.randn(b, m), torch.randn(n, m)), [m**-0.5, 1, 1])
@@ -70,7 +70,7 @@ def test_a_readout_is_smaller_by_the_root_of_its_fan_in(b, m, n):
 @given(
     rows=SIZES, shared=SIZES, columns=SIZES, rule=st.sampled_from(list(RULES)), shape=st.sampled_from(["2", "3", "b"])
 )
-def test_matmul(rows, shared, columns, rule, shape):
+def test_matmul_has_the_scale_of_its_constraint(rows, shared, columns, rule, shape):
     torch.manual_seed(rows + shared)
     first, second = {"2": ((), ()), "3": ((3,), (3,)), "b": ((3,), ())}[shape]
     copies = 3 if shape == "b" else 1
@@ -91,7 +91,7 @@ def test_matmul(rows, shared, columns, rule, shape):
     dims=st.integers(1, 2),
     rule=st.sampled_from(list(RULES)),
 )
-def test_convolutions_without_padding_inside_of_their_edges(channels, out, groups, kernel, stride, dims, rule):
+def test_convolutions_have_the_scale_of_their_constraint(channels, out, groups, kernel, stride, dims, rule):
     torch.manual_seed(channels + out + kernel)
     size = 2 * (24 if dims == 2 else 300) + kernel
     function = unit.conv1d if dims == 1 else unit.conv2d
@@ -112,7 +112,7 @@ def test_convolutions_without_padding_inside_of_their_edges(channels, out, group
     rule=st.sampled_from(list(RULES)),
     rows=SIZES,
 )
-def test_activations(name, mult, rule, rows):
+def test_activations_have_the_scale_of_their_constraint(name, mult, rule, rows):
     torch.manual_seed(rows)
     function, _, approximate = name.partition("_")
     shape = {"approximate": approximate} if approximate else {}
@@ -128,7 +128,7 @@ def test_activations(name, mult, rule, rows):
 @TIED
 @settings(max_examples=10)
 @given(rule=st.sampled_from(list(RULES)), gates=st.booleans(), size=st.integers(4, 12))
-def test_gated_silu_with_an_operand_that_is_broadcast(rule, gates, size):
+def test_gated_silu_with_a_broadcast_operand(rule, gates, size):
     torch.manual_seed(size)
     whole, few = torch.randn(16, 24, size, size), torch.randn(16, 24, 1, 1)
     output, of_x, of_gate = factors.gated_silu()
@@ -148,7 +148,7 @@ BROADCAST = {
 
 @pytest.mark.quick("gated_silu", "add", "matmul")
 @pytest.mark.parametrize("name", BROADCAST)
-def test_a_broadcast_operand_is_too_large_says_so_and_the_advice_keeps_the_true_gradient(name):
+def test_broadcast_operands_warn_and_the_advice_keeps_the_true_gradient(name):
     torch.manual_seed(0)
     stock, few, copies = BROADCAST[name]
     function = getattr(unit, name.split()[0])
@@ -164,18 +164,18 @@ def test_a_broadcast_operand_is_too_large_says_so_and_the_advice_keeps_the_true_
     (of_x,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
     assert float((of_x - true * (of_x * true).sum() / true.square().sum()).norm()) < 1e-3 * float(of_x.norm())
     assert root_mean_square(y, begun) == pytest.approx(1, rel=0.1)
-    function(*order((x, few(x.detach()))))  # nothing to say of: an operand without a gradient
+    function(*order((x, few(x.detach()))))  # no warning for an operand without a gradient
 
 
 def root_mean_square(y, operand):
-    """The size of the gradient of an operand, over eight gradients of the result."""
+    """The root mean square of an operand's gradient, over eight gradients of the result."""
     found = [torch.autograd.grad(y, operand, torch.randn_like(y), retain_graph=True)[0] for _ in range(8)]
     return float(torch.stack(found).square().mean().sqrt())
 
 
 @settings(max_examples=20)
 @given(mult=st.floats(0.25, 4.0), rule=st.sampled_from(list(RULES)), rows=SIZES)
-def test_gated_silu(mult, rule, rows):
+def test_gated_silu_has_the_scale_of_its_constraint(mult, rule, rows):
     torch.manual_seed(rows)
     op = lambda x, g: unit.gated_silu(x, g, mult=mult, constraint=rule)  # noqa: E731
     free = sizes(
@@ -187,7 +187,7 @@ def test_gated_silu(mult, rule, rows):
 
 @settings(max_examples=12)
 @given(size=st.integers(2, 200), mult=st.floats(0.25, 3.0), rule=st.sampled_from(list(RULES)))
-def test_softmax(size, mult, rule):
+def test_softmax_has_the_scale_of_its_constraint(size, mult, rule):
     torch.manual_seed(size)
     rows = 40_000 // size
     ideal = factors.softmax(size, mult)
@@ -203,7 +203,7 @@ def test_softmax(size, mult, rule):
     causal=st.booleans(),
     dropout=st.sampled_from([0, 0.2]),
 )
-def test_attention_is_of_unit_size_on_the_average_and_so_is_the_gradient_of_its_values(queries, width, causal, dropout):
+def test_attention_and_the_gradient_of_its_values_have_unit_scale(queries, width, causal, dropout):
     assert "attention" in EXCEPTIONS
     torch.manual_seed(queries)
     q, k, v = (torch.randn(8, 4, queries, width) for _ in range(3))
@@ -215,7 +215,7 @@ def test_attention_is_of_unit_size_on_the_average_and_so_is_the_gradient_of_its_
 
 @settings(max_examples=10)
 @given(queries=st.integers(16, 128), causal=st.booleans(), dropout=st.sampled_from([0, 0.2]))
-def test_attention_by_square_roots_is_of_unit_size_at_every_place(queries, causal, dropout):
+def test_square_root_attention_has_unit_scale(queries, causal, dropout):
     assert "square root" in EXCEPTIONS
     torch.manual_seed(queries)
     q, k, v = (torch.randn(16, 4, queries, 64) for _ in range(3))
@@ -227,7 +227,7 @@ def test_attention_by_square_roots_is_of_unit_size_at_every_place(queries, causa
 
 @settings(max_examples=15)
 @given(rows=st.integers(80, 300), width=SIZES, out=SIZES)
-def test_gains_and_biases(rows, width, out):
+def test_gradients_of_gains_and_biases_have_unit_scale(rows, width, out):
     torch.manual_seed(rows + width)
     gain, bias, x = torch.ones(width), torch.zeros(width), torch.randn(rows, width)
     rel = 3 * (2 * width) ** -0.5 + 0.1  # of a sample of so many gradients
@@ -240,7 +240,7 @@ def test_gains_and_biases(rows, width, out):
 
 @settings(max_examples=15)
 @given(rows=st.integers(50, 200), width=SIZES, p=st.floats(0.0, 0.9))
-def test_norms_dropout_and_residuals(rows, width, p):
+def test_norms_dropout_and_residuals_have_unit_scale(rows, width, p):
     torch.manual_seed(rows)
     x = torch.randn(rows, width)
     for norm in (unit.layer_norm, unit.rms_norm):
@@ -255,7 +255,7 @@ def test_norms_dropout_and_residuals(rows, width, p):
 @TIED
 @settings(max_examples=15)
 @given(rows=st.integers(50, 200), width=SIZES, rule=st.sampled_from(list(RULES)))
-def test_sums(rows, width, rule):
+def test_sums_have_the_scale_of_their_constraint(rows, width, rule):
     torch.manual_seed(rows)
     op = lambda x, y: unit.add(x, y, constraint=rule)  # noqa: E731
     assert_sizes(sizes(op, torch.randn(rows, width), torch.randn(rows, width)), predicted(rule, 2**-0.5, 1, 1))
@@ -272,7 +272,7 @@ def test_sums(rows, width, rule):
     smoothing=st.floats(0, 0.9),
     reduction=st.sampled_from(["mean", "sum"]),
 )
-def test_losses_have_gradients_of_unit_size_whatever_they_reduce(classes, batch, smoothing, reduction):
+def test_losses_have_unit_scale_gradients_under_any_reduction(classes, batch, smoothing, reduction):
     torch.manual_seed(classes)
     logits = torch.zeros(batch, classes, requires_grad=True)
     target = torch.randint(classes, (batch,))
@@ -285,14 +285,14 @@ def test_losses_have_gradients_of_unit_size_whatever_they_reduce(classes, batch,
 
 @settings(max_examples=10)
 @given(rows=st.integers(20, 300), lookups=st.integers(1000, 4000))
-def test_embeddings(rows, lookups):
+def test_embeddings_have_unit_scale(rows, lookups):
     torch.manual_seed(rows)
     index = torch.randint(rows, (lookups,))
     assert_sizes(sizes(lambda w: unit.embedding(index, w), torch.randn(rows, 64)), [1, 1])
 
 
-def test_every_operation_stands_here():
-    """The list of exceptions is closed because there is no operation besides: each has a property above."""
+def test_every_operation_has_a_property_test():
+    """So the list of exceptions is complete."""
     text = Path(__file__).read_text(encoding="utf-8")
     rooms = activations, functions, modules.transformer
     operations = {

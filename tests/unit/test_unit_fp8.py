@@ -1,4 +1,4 @@
-"""umup-fp8 and munit-fp8: plain casts, the layers that stay in bf16, and what such casts cost."""
+"""umup-fp8 and munit-fp8: plain casts, the layers that stay in bf16, and the error of such casts."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from halfstep.recipe import LinearSpec, Recipe, Rule, get_recipe
 E4M3 = formats.get("e4m3fn")
 
 
-def rounded(model, recipe):
+def rounded_layers(model, recipe):
     return set(halfstep.apply(model, recipe).quantized)
 
 
@@ -25,71 +25,71 @@ def gpt(parametrization="umup", layers=2):
     return UnitGPT(256, 16, layers, 64, 4, parametrization)
 
 
-# ---- which layers ---------------------------------------------------------------------------------------------------
+# ---- rounded layers -------------------------------------------------------------------------------------------------
 
 
 def test_munit_rounds_every_hidden_linear_layer():
     model = gpt("munit")
     hidden = {name.rpartition(".")[0] for name, role in unit.roles(model).items() if role.kind == "hidden"}
-    assert rounded(model, "munit-fp8") == hidden
+    assert rounded_layers(model, "munit-fp8") == hidden
     assert len(hidden) == 2 * 4
 
 
-def test_umup_leaves_the_ends_of_branches():
+def test_umup_keeps_the_ends_of_residual_branches():
     model = gpt()
-    found = rounded(model, "umup-fp8")
+    found = rounded_layers(model, "umup-fp8")
     assert found == {f"blocks.{n}.{layer}" for n in range(2) for layer in ("attention.qkv", "mlp.up_proj")}
     report = halfstep.apply(gpt(), "umup-fp8")
     assert report.kept["blocks.0.attention.out_proj"] == "the last layer of a residual branch"
     assert report.kept["head"] == "readout"
 
 
-def test_gated_blocks_are_seventy_per_cent_in_fp8():
-    """Of the products' work; 58.3 % where MLPs are not gated (sheet, section 2)."""
+def test_seventy_percent_of_gated_blocks_are_in_fp8():
+    """Of the FLOPs of matmuls; 58.3 % where MLPs are not gated."""
     shares = {}
     for mlp, hidden in (("gated", 64 * 8 // 3), ("gelu", 64 * 4)):
         model = nn.Sequential(unit.TransformerLayer(64, 4, mlp=mlp, hidden=hidden))
         sizes = {path: m.weight.numel() for path, m in model.named_modules() if isinstance(m, nn.Linear)}
-        shares[mlp] = sum(sizes[path] for path in rounded(model, "umup-fp8")) / sum(sizes.values())
+        shares[mlp] = sum(sizes[path] for path in rounded_layers(model, "umup-fp8")) / sum(sizes.values())
     assert shares["gated"] == pytest.approx(0.70, abs=0.01)
     assert shares["gelu"] == pytest.approx(0.583, abs=0.001)
 
 
-def test_a_readout_of_any_name_and_what_takes_the_data_are_kept():
+def test_readouts_of_any_name_and_input_layers_are_kept():
     model = nn.Sequential(unit.Linear(8, 32, role="input"), unit.Linear(32, 32), unit.LinearReadout(32, 4))
     for recipe in ("umup-fp8", "munit-fp8"):
-        assert rounded(model, recipe) == {"1"}
+        assert rounded_layers(model, recipe) == {"1"}
         halfstep.revert(model)
 
 
-def test_models_without_roles_are_found_by_names():
+def test_layers_without_roles_are_recognized_by_name():
     model = GPT(256, 16, 1, 64, 4)
     halfstep.unit_scale(model, torch.randint(0, 256, (4, 16)))
     ends = {"blocks.0.attention.proj", "blocks.0.mlp.2"}
-    every = rounded(model, "munit-fp8")
+    every = rounded_layers(model, "munit-fp8")
     halfstep.revert(model)
-    assert every - rounded(model, "umup-fp8") == ends
+    assert every - rounded_layers(model, "umup-fp8") == ends
 
 
-def test_rules_by_role_are_checked():
+def test_rules_with_unknown_or_unmatched_roles_raise():
     fp8 = get_recipe("munit-fp8").rules[-1].linear
     with pytest.raises(RecipeError, match="unknown role of a rule 'hiden'; nearest: hidden"):
         halfstep.apply(gpt(), Recipe("r", "", "", compute="bf16", rules=(Rule("*", fp8, role="hiden"),)))
     with pytest.raises(RecipeError, match="with role norm' matched no layer"):
         halfstep.apply(gpt(), Recipe("r", "", "", compute="bf16", rules=(Rule("*", fp8, role="norm"),)))
     only = Recipe("r", "", "", compute="bf16", rules=(Rule("*", fp8, role="branch_end"), Rule("*", LinearSpec())))
-    assert len(rounded(gpt(), only)) == 4
+    assert len(rounded_layers(gpt(), only)) == 4
 
 
 @for_each("name", ["umup-fp8", "munit-fp8"])
-def test_recipes_with_roles_are_data(name):
+def test_recipes_with_roles_round_trip_as_data(name):
     recipe = get_recipe(name)
     data = halfstep.recipe.to_data(recipe)
     assert halfstep.recipe.from_data(data, get_recipe) == recipe
     assert "with role readout" in recipe.describe()
 
 
-# ---- what the casts are ---------------------------------------------------------------------------------------------
+# ---- the casts ------------------------------------------------------------------------------------------------------
 
 
 def test_operands_are_cast_without_a_scale():
@@ -104,9 +104,9 @@ def test_operands_are_cast_without_a_scale():
 
 
 @for_each("shape", [(256, 1024), (1024, 256)])
-def test_the_sheets_error_of_plain_casts(shape):
-    """Output 1.00, relative error 3.7 to 3.8 % (section 3 test 4); a weight that has the factor at the start, as in the
-    standard parametrization, loses more to the format's small values."""
+def test_relative_error_of_plain_fp8_casts(shape):
+    """Output 1.00, relative error 3.7 to 3.8 %; a weight scaled at initialization, as in the standard parametrization,
+    has more elements among the format's small values."""
     torch.manual_seed(0)
     layer = unit.Linear(*shape, constraint=unit.SAME)
     x = torch.randn(512, shape[0])
@@ -126,8 +126,8 @@ def test_the_sheets_error_of_plain_casts(shape):
     [(F.gelu, 0.0018, 0.008), (F.silu, 0.0015, 0.31), (F.relu, 0.0004, 0.0)],
     ids=lambda case: case[0].__name__,
 )
-def test_the_sheets_underflow_after_activations(function, normal, wide):
-    """Shares that E4M3 makes zero, of what is not, for N(0, 1) and U(-128, 128) (section 3 test 5)."""
+def test_share_of_activations_that_underflow_in_e4m3(function, normal, wide):
+    """Shares of the nonzero activations of N(0, 1) and U(-128, 128) that E4M3 rounds to zero."""
     torch.manual_seed(0)
     for x, share in ((torch.randn(2_000_000), normal), (torch.rand(2_000_000) * 256 - 128, wide)):
         y = function(x)
@@ -141,7 +141,7 @@ def test_the_sheets_underflow_after_activations(function, normal, wide):
 @pytest.mark.slow
 @pytest.mark.quick("umup-umup-fp8")
 @pytest.mark.parametrize(("parametrization", "recipe"), [("umup", "umup-fp8"), ("munit", "munit-fp8")])
-def test_a_unit_gpt_trains_in_fp8_as_in_float32(parametrization, recipe):
+def test_a_unit_scaled_gpt_trains_in_fp8_as_in_float32(parametrization, recipe):
     losses = {}
     for name in ("fp32", recipe):
         model = gpt(parametrization, layers=1)
@@ -151,7 +151,7 @@ def test_a_unit_gpt_trains_in_fp8_as_in_float32(parametrization, recipe):
         start = torch.randint(0, 200, (25, 16, 1), generator=generator)
         found = []
         for step in start:
-            tokens = (step + torch.arange(17)) % 256  # each follows the one before
+            tokens = (step + torch.arange(17)) % 256  # each token is its predecessor plus one
             loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
             optimizer.zero_grad()
             scaler.scale(loss).backward()

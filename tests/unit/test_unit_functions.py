@@ -1,4 +1,5 @@
-"""The scaled functions are torch's times their factors: in any dtype, under autocast, traced, differentiated again."""
+"""The scaled functions equal torch's times their factors: in any dtype, under autocast, traced, differentiated
+twice."""
 
 import math
 
@@ -13,7 +14,7 @@ from halfstep.unit import factors
 from oracles.numbers import same_bits
 
 
-traces = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it traces
+traces = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when it traces
 ROPE = torch.arange(6).view(2, 3)
 CASES = {
     "linear": (lambda x, w, b: unit.linear(x, w, b), [(3, 4, 8), (6, 8), (6,)]),
@@ -63,7 +64,7 @@ def passes(function, leaves):
 
 
 @for_each("case, dtype", [(case, dtype) for case in CASES for dtype in (torch.float32, torch.bfloat16, torch.float16)])
-def test_narrow_dtypes_compute_what_float64_does_to_within_their_rounding(case, dtype):
+def test_narrow_dtypes_agree_with_float64_within_their_rounding(case, dtype):
     function, leaves = inputs(case, dtype)
     found = passes(function, leaves)
     exact = passes(function, [leaf.detach().double().requires_grad_() for leaf in leaves])
@@ -74,10 +75,10 @@ def test_narrow_dtypes_compute_what_float64_does_to_within_their_rounding(case, 
     assert [one.dtype for one in found] == [wide] + [dtype] * len(leaves)
 
 
-@pytest.mark.slow  # what the fast tests trace goes the same way
+@pytest.mark.slow  # fast tests trace some of these functions
 @traces
 @every_case
-def test_traced_functions_compute_the_same(case):
+def test_traced_functions_equal_eager_ones(case):
     function, leaves = inputs(case, torch.float32)
     torch._dynamo.reset()
     traced = torch.compile(function, backend="aot_eager", fullgraph=True)
@@ -86,7 +87,7 @@ def test_traced_functions_compute_the_same(case):
 
 
 @traces
-def test_what_torch_2_11_would_lose_is_a_copy(monkeypatch):
+def test_a_clone_protects_gradients_that_torch_2_11_loses(monkeypatch):
     """`ops.function.apart`, as under that torch."""
     monkeypatch.setattr("halfstep.ops.function._LOSES", True)
     traced = []
@@ -104,12 +105,12 @@ def test_what_torch_2_11_would_lose_is_a_copy(monkeypatch):
 
 
 _ALONE = {"linear", "gelu", "gelu_tanh", "silu", "relu", "tanh", "sigmoid", "gated_silu"}
-"""Whose inputs pass no verb, which would be on the second derivative as well."""
+"""Functions whose inputs pass no scaling function, which would scale the second derivative as well."""
 
 
 @for_each("case", [case for case in CASES if case != "attention"])  # torch's has none on a CPU
-def test_second_derivatives_are_those_of_the_gradients_as_they_are(case):
-    """Against differences of the first ones, for which no factor is taken on faith."""
+def test_second_derivatives_equal_differences_of_the_gradients(case):
+    """Finite differences of the scaled first derivatives, for which no factor is assumed."""
     function, leaves = inputs(case)
     y = function(*leaves)
     grad = torch.randn(y.shape, dtype=y.dtype)
@@ -140,7 +141,7 @@ def test_second_derivatives_are_those_of_the_gradients_as_they_are(case):
 
 
 @for_each("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_functions_have_the_dtypes_that_torchs_have(dtype):
+def test_dtypes_under_autocast_equal_torchs(dtype):
     x, w = torch.randn(4, 8), torch.randn(6, 8)
     with torch.autocast("cpu", dtype=dtype):
         assert unit.linear(x, w).dtype == F.linear(x, w).dtype == dtype
@@ -153,7 +154,7 @@ def test_under_autocast_functions_have_the_dtypes_that_torchs_have(dtype):
         assert unit.scaled_dot_product_attention(q, q, q).dtype == dtype
 
 
-def test_fp16_softmax_over_many_is_scaled_before_it_is_rounded():
+def test_fp16_softmax_is_scaled_before_rounding():
     x = torch.full((1, 60000), -4.0, dtype=torch.float16)
     x[0, 0] = 14.0
     assert not F.softmax(x, -1)[0, 1:].any()
@@ -171,7 +172,7 @@ def test_sums_of_fp16_losses_do_not_overflow():
     assert torch.isfinite(unit.mse_loss(torch.full((70000,), 30.0).half(), torch.zeros(70000).half()))
 
 
-def test_the_value_of_a_loss_is_torchs_and_ignored_targets_have_no_gradient():
+def test_cross_entropy_equals_torchs_and_ignored_targets_have_no_gradient():
     logits = torch.zeros(6, 10, requires_grad=True)
     target = torch.tensor([1, -100, 3, -100, 0, 9])
     loss = unit.cross_entropy(logits, target)
@@ -192,7 +193,7 @@ def test_the_value_of_a_loss_is_torchs_and_ignored_targets_have_no_gradient():
     torch.testing.assert_close(unit.cross_entropy(deep, words, mult=2.0), F.cross_entropy(2 * deep, words))
 
 
-def test_a_row_of_padding_has_no_gradient_and_a_sparse_table_the_dense_ones():
+def test_padding_rows_have_no_gradient_and_sparse_gradients_equal_dense():
     index = torch.tensor([0, 2, 2, 4])
     found = []
     for sparse in (False, True):
@@ -204,7 +205,7 @@ def test_a_row_of_padding_has_no_gradient_and_a_sparse_table_the_dense_ones():
         torch.testing.assert_close(one, expected)
 
 
-def test_dropout_leaves_evaluation_as_it_is_and_drops_what_torch_drops():
+def test_dropout_drops_torchs_elements_and_is_the_identity_in_evaluation():
     x = torch.randn(1000)
     assert unit.dropout(x, 0.3, training=False) is x
     assert unit.dropout(x, 0.0) is x
@@ -217,7 +218,7 @@ def test_dropout_leaves_evaluation_as_it_is_and_drops_what_torch_drops():
         unit.dropout(x, 1.5)
 
 
-def test_grouped_queries_and_masks_are_attentions():
+def test_attention_takes_grouped_queries_and_masks():
     q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
     found = unit.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     wide = [x.repeat_interleave(2, dim=1) for x in (k, v)]
@@ -229,15 +230,15 @@ def test_grouped_queries_and_masks_are_attentions():
     assert factors.attention(6, 6, 8, is_causal=True) < factor
 
 
-def test_causal_attention_of_flat_logits_has_the_harmonic_number():
-    """The library's is a logarithm, which is 7 percent off at 64 places."""
+def test_factor_of_causal_attention_with_flat_logits_is_harmonic():
+    """The library's is a logarithm, which is 7 percent off at 64 positions."""
     harmonic = sum(1 / i for i in range(1, 65))
     assert factors.attention(64, 64, 10**6, mult=1.0, is_causal=True) == pytest.approx((64 / harmonic) ** 0.5, rel=1e-5)
     assert factors.attention(64, 64, 10**6) == pytest.approx(8, rel=1e-5)
     assert factors.attention(100, 64, 16, is_causal=True) < factors.attention(100, 64, 16)
 
 
-def test_inputs_are_not_written_to():
+def test_functions_do_not_write_to_their_inputs():
     for case in CASES:
         function, leaves = inputs(case, torch.float32)
         before = [leaf.detach().clone() for leaf in leaves]
@@ -268,6 +269,6 @@ def test_inputs_are_not_written_to():
         (lambda x: unit.cross_entropy(x[:, :1], torch.zeros(4).long()), "expected two classes or more"),
     ],
 )
-def test_what_means_nothing_is_an_error_that_says_what_to_do(call, message):
+def test_invalid_arguments_raise(call, message):
     with pytest.raises(ModelError, match=message):
         call(torch.ones(4, 4))

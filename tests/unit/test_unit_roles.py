@@ -1,4 +1,4 @@
-"""Roles: told by modules, kept through copies, and refused where nothing tells."""
+"""Roles: set by modules, kept in copies, and errors where none is known."""
 
 import copy
 import pickle
@@ -17,7 +17,7 @@ def small():
     return model
 
 
-def test_roles_by_class_and_by_name():
+def test_roles_from_classes_and_from_set_roles():
     assert roles(small()) == {
         "0.weight": Role("embedding", 10, 4),
         "1.weight": Role("hidden", 4, 6),
@@ -43,7 +43,7 @@ def test_a_copy_does_not_share_its_roles():
     assert roles(model)["1.weight"].kind == "hidden"
 
 
-def test_convolutions_and_transposed_weights():
+def test_fan_in_and_fan_out_of_convolutions():
     model = nn.ModuleDict(
         {
             "a": nn.Conv2d(6, 8, (3, 5), groups=2),
@@ -56,14 +56,14 @@ def test_convolutions_and_transposed_weights():
     assert found["b.weight"] == Role("hidden", 3 * 5, 8)
 
 
-def test_a_parameter_without_a_role_is_an_error_with_its_name():
+def test_a_parameter_without_a_role_raises_with_its_name():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     with pytest.raises(ModelError, match=r"no role is known of 0\.weight\. Say it: halfstep\.unit\.set_roles"):
         roles(model)
     assert known_roles(model)[1] == ["0.weight"]
 
 
-def test_wrong_words_are_errors_and_set_nothing():
+def test_unknown_roles_and_parameters_raise_and_set_nothing():
     model = nn.Sequential(nn.Linear(3, 4))
     with pytest.raises(ModelError, match="unknown role of a parameter 'hiden'; nearest: hidden"):
         set_roles(model, {"0.weight": "hiden"})
@@ -72,7 +72,7 @@ def test_wrong_words_are_errors_and_set_nothing():
     assert tag_of(model[0]) is None
 
 
-def test_the_first_glob_decides_and_the_end_of_a_branch_stays_one():
+def test_the_first_matching_glob_decides_and_ends_branch_is_kept():
     model = small()
     set_tag(model[1], "weight", Tag("hidden", ends_branch=True))
     set_roles(model, {"1.*": "hidden", "*.weight": "norm"})
@@ -81,7 +81,7 @@ def test_the_first_glob_decides_and_the_end_of_a_branch_stays_one():
     assert tag_of(model[3]).kind == "norm"
 
 
-def test_depth_is_the_stacks():
+def test_parameters_have_the_depth_of_their_stack():
     stack = nn.ModuleList([nn.LayerNorm(4) for _ in range(3)])
     set_depth(stack, 3)
     model = nn.ModuleDict({"stack": stack, "norm": nn.LayerNorm(4)})
@@ -92,7 +92,7 @@ def test_depth_is_the_stacks():
         set_depth(stack, 0)
 
 
-def test_a_stack_within_a_stack_is_an_error():
+def test_nested_stacks_raise():
     inner = nn.Sequential(nn.LayerNorm(4))
     set_depth(inner, 1)
     model = nn.Sequential(inner)
@@ -101,7 +101,7 @@ def test_a_stack_within_a_stack_is_an_error():
         roles(model)
 
 
-def test_tied_parameters_have_all_their_names():
+def test_tied_parameters_have_a_role_for_each_name():
     model = nn.ModuleDict({"token": nn.Embedding(10, 4), "head": nn.Linear(4, 10, bias=False)})
     model["head"].weight = model["token"].weight
     set_roles(model, {"head.weight": "readout"})
