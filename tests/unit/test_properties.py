@@ -100,7 +100,8 @@ def test_convolutions_have_the_scale_of_their_constraint(channels, out, groups, 
     ideal = (channels // groups * kernel**dims) ** -0.5, (out // groups * (kernel / stride) ** dims) ** -0.5
     y, dx, dw = sizes(op, x, w)
     expected = predicted(rule, *ideal)
-    assert_sizes([y, dw], [expected[0], 1])
+    assert y == pytest.approx(expected[0], rel=0.1)
+    assert dw == pytest.approx(1, rel=3 * (2 * w.numel()) ** -0.5 + 0.1)  # of a sample of so many gradients
     assert "edges" in EXCEPTIONS
     assert dx == pytest.approx(expected[1], rel=0.1 + 0.1 * (dims * kernel > 4))
 
