@@ -107,8 +107,9 @@ def no_gradient(elsewhere: bool) -> str:
     where = "on another rank no parameter" if elsewhere else "no parameter"
     return (
         f"{where} of the optimizer has a gradient; call scaler.scale(loss).backward() first. If you did, something "
-        "has replaced the model's parameters: under FSDP2 call halfstep.apply(model, recipe), then fully_shard, "
-        "build the optimizer on the sharded parameters, and hand it to halfstep.optimize(model, optimizer)"
+        "has replaced the model's parameters (load_state_dict with assign=True, to_empty, fully_shard): build the "
+        "optimizer after it. Under FSDP2 call halfstep.apply(model, recipe), then fully_shard, and hand the optimizer "
+        "of the sharded parameters to halfstep.optimize(model, optimizer)"
     )
 
 
