@@ -206,7 +206,6 @@ class Scalings:
             assert clock is not None
             clock.begin(self._model)
 
-    @torch.no_grad()
     def advance(self, skipped: bool | Tensor = False) -> None:
         """End an optimizer step: advance the states, after ranks have agreed on the largest amaxes.
 

@@ -19,7 +19,7 @@ def places(addresses: list[int], device: torch.device) -> torch.Tensor:
 def run(places: torch.Tensor, scaling: Delayed, element: Format, skipped: torch.Tensor | None) -> None:
     """`scaling.advance` of the states at these addresses, whose operands have one format. Where `skipped`, a float32
     scalar, is above 0 they only drop the amax of that step."""
-    _launch(scaling, element, places.device)(len(places), places, None if skipped is None else bits(skipped))
+    _launch(scaling, element, places.device)(places.numel(), places, None if skipped is None else bits(skipped))
 
 
 @cache
