@@ -119,8 +119,8 @@ def test_the_command_runs_under_the_interpreter(tmp_path):
 def test_a_share_of_the_cases_runs_in_its_own_process(load):
     lines = interpreted("-m", "on_gpu.cases", "cpu", "0", "40").splitlines()
     found = [json.loads(line) for line in lines if line.startswith("{")]
-    asked = load("cases").tests()[0::40]
-    assert [(each["kernel"], each["format"]) for each in found] == [(kernel, format) for kernel, format, _ in asked]
+    asked = load("cases").TESTS[0::40]
+    assert [(each["kernel"], each["format"]) for each in found] == [(test.kernel, test.format) for test in asked]
     assert all(each["compared"] and each["difference"] is None for each in found)
 
 
