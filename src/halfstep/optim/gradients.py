@@ -55,15 +55,11 @@ def find_nonfinite(grads: Sequence[Tensor | None], device: torch.device, process
     """
     if not _are_plain(grads):
         grads = [None if grad is None else values_of(local(grad)) for grad in grads]
-    groups = alike(grads)
-    if len(groups) == 1 and len(groups[0][1]) == len(grads):
-        lost = ~_are_finite(groups[0][1]).to(device)
-    else:
-        finite = [torch.ones((), dtype=torch.bool, device=device)] * len(grads)
-        for places, parts in groups:
-            for place, fine in zip(places, _are_finite(parts).to(device).unbind(), strict=True):
-                finite[place] = fine
-        lost = ~torch.stack(finite) if finite else torch.zeros(0, dtype=torch.bool, device=device)
+    finite = [torch.ones((), dtype=torch.bool, device=device)] * len(grads)
+    for places, parts in alike(grads):
+        for place, fine in zip(places, _are_finite(parts).to(device).unbind(), strict=True):
+            finite[place] = fine
+    lost = ~torch.stack(finite) if finite else torch.zeros(0, dtype=torch.bool, device=device)
     here = any(grad is not None for grad in grads)
     found = lost.any().float() if here else torch.full((), NO_GRADIENT, device=device, dtype=torch.float32)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -120,15 +116,11 @@ def takes_float32(optimizer: torch.optim.Optimizer) -> bool:
 
 def total_norm(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """The norm of all gradients together, computed in `dtype`; a plain tensor, over all ranks if they are sharded."""
-    groups = alike(grads)
-    if len(groups) == 1 and len(groups[0][1]) == len(grads) and _are_plain(grads):
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, norm_type, dtype=dtype)), norm_type)  # type: ignore[no-any-return,arg-type]
-    alone = list(map(_alone, grads))
-    norms = [
-        torch.linalg.vector_norm(grad, norm_type, dtype=dtype) if apart else grad
-        for grad, apart in zip(grads, alone, strict=True)
-    ]
-    for places, members in alike([None if apart else grad for grad, apart in zip(grads, alone, strict=True)]):
+    norms = [grad if grad.numel() else grad.new_zeros((), dtype=dtype) for grad in grads]
+    for places, members in alike(grads):
+        if foreign(members[0]) is not None:
+            norms[places[0]] = torch.linalg.vector_norm(members[0], norm_type, dtype=dtype)
+            continue
         for place, one in zip(places, torch._foreach_norm(members, norm_type, dtype=dtype), strict=True):
             norms[place] = one
     if not _are_plain(norms):
@@ -136,11 +128,6 @@ def total_norm(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype = t
     if len(set(map(_device, norms))) > 1:
         norms = [norm.to(norms[0].device) for norm in norms]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)  # type: ignore[no-any-return]
-
-
-def _alone(grad: Tensor) -> bool:
-    """Whether a gradient's norm is computed by itself, since it is a DTensor or CodeTensor, or empty."""
-    return (type(grad) is not Tensor and foreign(grad) is not None) or not grad.numel()
 
 
 @torch.no_grad()
